@@ -358,12 +358,16 @@ class CachedStream(DatasetProxy[T]):
 
     def __getitem__(self, index: Any) -> T:
         self._require_index("index")
-        return self._cached[self._ids()[operator.index(index)].item()]  # type: ignore[no-any-return]
+        return self._recorded_at(index)
 
     def __getitems__(self, indices: Sequence[Any]) -> list[T]:
         """The samples of a batch, as torch's DataLoader calls it."""
         self._require_index("index")
         return self._cached.__getitems__(self._ids()[np.asarray(indices, np.int64)].tolist())
+
+    def _recorded_at(self, index: Any) -> T:
+        """A sample by its number among the recorded ones, also if these are not all."""
+        return self._cached[self._ids()[operator.index(index)].item()]  # type: ignore[no-any-return]
 
     def _require_index(self, what: str) -> None:
         """Refuse what only a recorded stream has.

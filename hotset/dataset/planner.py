@@ -374,7 +374,8 @@ def _probe(source: Source, length: int) -> Probe:
     try:
         found = probe(timed, inwards, held, seconds=_PROBE_SECONDS, forgive=(Exception,))
     except (LookupError, TypeError) as error:
-        if hasattr(error, "add_note"):  # from Python 3.11 on
+        numbered_here = isinstance(source.dataset, StreamSource)  # not by the user's dataset
+        if not numbered_here and hasattr(error, "add_note"):  # from Python 3.11 on
             error.add_note(_NOT_BY_NUMBER.format(length - 1))
         raise
     seconds = timed.seconds

@@ -231,7 +231,7 @@ class _InWorker:
     """The state that a worker keeps between batches."""
 
     def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], batched: bool) -> None:
-        route = route_to(dataset)
+        route = route_to(dataset, in_part=True)
         assert route is not None
         self.route: Route = route
         self.collate_fn = collate_fn

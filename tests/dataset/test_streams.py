@@ -204,6 +204,23 @@ def noisy(sample: Any) -> Any:
     return picture + torch.rand(4), number
 
 
+def jitter(sample: Any) -> Any:
+    picture, number = sample
+    return picture + torch.rand(()), number
+
+
+def as_they_are(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+def quiet_values(loader: Any) -> list[int]:
+    """The numbers in batches of any form: collated, lists of samples, or single samples."""
+    batches = quiet(loader)
+    if loader.collate_fn is as_they_are:
+        return [number for batch in batches for _, number in batch]
+    return [number for _, numbers in batches for number in np.atleast_1d(numbers).tolist()]
+
+
 class TestFirstPass:
     @pytest.mark.parametrize("workers", [0, 1, 2])
     def test_it_is_torchs_own_and_leaves_an_index(self, workers: int) -> None:
@@ -670,6 +687,21 @@ class TestTooLittleRoom:
         assert len(said) == (1 if max(recorded_by, read_by) > 1 and recorded_by != read_by else 0)
         stream.close()
 
+    @pytest.mark.parametrize("workers", [0, 2])
+    @pytest.mark.parametrize(
+        "way", [{"transform": [jitter]}, {"collate_fn": as_they_are}, {"batch_size": None}], ids=list
+    )
+    def test_batches_that_are_not_gathered_have_all_samples(self, way: dict[str, Any], workers: int) -> None:
+        transform = way.get("transform", [])
+        stream = hotset.cache(Numbers(N, shape=(4096,)), transform=transform, memory="400KiB")
+        arguments = {"batch_size": 4, **way}
+        arguments.pop("transform", None)
+        loader = hotset.DataLoader(stream, num_workers=workers, **arguments)
+        for _ in range(3):
+            assert sorted(quiet_values(loader)) == list(range(N))
+        assert 0 < stream.stats().cached < N
+        stream.close()
+
     def test_spill_takes_what_memory_has_no_room_for(self, tmp_path: Path) -> None:
         stream = hotset.cache(Numbers(N, shape=(4096,)), memory="400KiB", spill=tmp_path / "spill")
         loader = hotset.DataLoader(stream, batch_size=4, shuffle=True, num_workers=2)
@@ -805,6 +837,7 @@ class TestOtherSamples:
         with pytest.raises(hotset.NotCacheable, match="can be read only once") as raised:
             hotset.cache(ReadOnce(), memory="1MiB")
         assert is_a_sentence(str(raised.value))
+        assert not getattr(raised.value, "__notes__", [])  # nothing about indices, which a stream has not
 
     @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
     def test_torchs_data_pipes_are_refused(self) -> None:
