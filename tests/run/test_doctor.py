@@ -137,7 +137,7 @@ class TestCommand:
     def test_what_new_workers_begin_with_counts_as_often_as_the_program_has_new_workers(self) -> None:
         program = training(workers=1).replace("class Rows", STARTING + "class Rows")
         program = program.replace("num_workers=1", "num_workers=1, collate_fn=collate")
-        found, _ = judged(program, "--keep", "--seconds", "4")  # for passes to their end
+        found, _ = judged(program, "--keep", "--seconds", "2")  # for passes to their end
         # An epoch is 16 batches of 4; after the first, 0.2 s more are in each that new workers begin.
         assert found["cached"]["samples_per_second"] <= 15 * 4 / 0.2
         cached = [one for one in found["advice"] if "hotset.DataLoader" in one["line"]]
@@ -238,7 +238,7 @@ class TestCommand:
     def test_after_ctrl_c_there_is_a_report_of_what_was_seen(self) -> None:
         ends = "if epoch == 1: import os, signal; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)"
         program = training(epochs=3).replace("        for batch", f"        {ends}\n        for batch")
-        done = doctor("--seconds", "6", "--", sys.executable, "-c", program)
+        done = doctor("--seconds", "3", "--", sys.executable, "-c", program)
         assert done.returncode in (-signal.SIGINT, 1)  # Python 3.11 ends so below -c
         assert "samples/s" in done.stderr
 
@@ -332,7 +332,7 @@ class TestCommand:
         program = training(pause=0.0, workers=1, epochs=3).replace("import sys", "import io, numpy, sys")
         program = program.replace("class Rows", "from PIL import Image\nclass Rows")
         program = program.replace("        return torch.full((4,), float(index)) ", read.lstrip("\n"))
-        found, done = judged(program, "--keep", "--seconds", "6")
+        found, done = judged(program, "--keep", "--seconds", "3")
         assert sums(done.stderr) == sums(forked(program).stdout)
         (decoder,) = found["sample"]["decoders"]
         assert decoder["name"] == "PIL.Image.Image.load"
