@@ -270,11 +270,15 @@ class Snapshot:
 
     def is_current(self) -> bool:
         """Whether the dataset still holds the same transforms."""
-        for owner, name, value in self._held:
-            if (dict_of(owner) or {}).get(name, _ABSENT) is not value:
+        last: tuple[Any, dict[str, Any]] = None, {}
+        for owner, name, value in self._held:  # those of one owner follow each other
+            if owner is not last[0]:
+                last = owner, dict_of(owner) or {}
+            if last[1].get(name, _ABSENT) is not value:
                 return False
-        if any(format_of(owner) != held for owner, held in self._formats):
-            return False
+        for owner, held in self._formats:
+            if format_of(owner) != held:
+                return False
         for container, children in self._children:
             now = values_of(container)
             if len(now) != len(children) or not all(map(operator.is_, now, children)):

@@ -44,7 +44,7 @@ __all__ = ["LocalBatches"]
 _WORTH_A_THREAD = 2 << 20
 _AHEAD = 2
 _FETCHED_AHEAD = 64 << 20
-_LONGEST_RUN = 16
+_LONGEST_RUN = 64
 _LOOKS = 8  # batches of a cold cache after which a gather is looked for
 _LONGEST_RUN_OF_A_DISK = 256
 
@@ -105,6 +105,7 @@ class LocalBatches:
     ) -> None:
         self._draws = draws
         self._route = route
+        self._single, self._has_peers = route.single, route.has_peers  # asked for with every batch
         self._gather = gather
         self._find_gather = find_gather
         self._looks_left = _LOOKS
@@ -131,7 +132,7 @@ class LocalBatches:
         indices = self._draw()
         if self._prefetched is not None:
             self._prefetched = self._prefetch(self._prefetched - 1, samples_in(indices))
-        if self._route.has_peers and not (self._several is not None and self._several.left > 1):
+        if self._has_peers and not (self._several is not None and self._several.left > 1):
             self._ask_ahead()
         try:
             batch = self._make(indices, start - self._handed_over)
@@ -169,11 +170,11 @@ class LocalBatches:
 
     def sample_ids(self) -> Ids | None:
         """The ids of all samples of the epoch, ascending; None if batches cannot be made from ids."""
-        single = self._route.single
+        single = self._single
         store = single._store if single is not None else None
         if self._gather is None or single is None or single._window is not None or store is None:
             return None
-        if self._route.has_peers:
+        if self._has_peers:
             return None  # other machines have some of them
         if store.schema.has_tail:
             return None  # a batch's shapes depend on its samples
@@ -181,8 +182,7 @@ class LocalBatches:
 
     def generation(self) -> Any:
         """A value that changes when the cache is cleared; None while its content must not be used."""
-        single = self._route.single
-        store = single._store if single is not None else None
+        store = self._single._store if self._single is not None else None
         return (id(store), store.clear_generation()) if store is not None else None
 
     def select(self) -> Ids | None:
@@ -240,8 +240,8 @@ class LocalBatches:
         """Ask other machines for their samples of the next batch, if that batch is known."""
         later = self._draws.peek(0)
         resolved = self._route.resolve(later) if later is not None else None
-        if resolved is not None and self._route.single is not None:
-            self._route.single._access.ask_ahead(self._route.sample_ids(resolved))
+        if resolved is not None and self._single is not None:
+            self._single._access.ask_ahead(self._route.sample_ids(resolved))
 
     def _make(self, indices: Any, away: float) -> Any:
         """The batch of these indices, for a consumer that was away for so many seconds."""
@@ -282,9 +282,8 @@ class LocalBatches:
         return batch
 
     def _counted(self, batch: Any, ids: Ids) -> Any:
-        single = self._route.single
-        if single is not None:
-            single._access.count_hits(ids)
+        if self._single is not None:
+            self._single._access.count_hits(ids)
         return batch
 
     def _gather_here(self, ids: Ids) -> Any | None:
