@@ -334,8 +334,8 @@ def _stored(value: Any) -> Any:
         return ("tuple", *map(_stored, value))
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None and type(value) is numpy.ndarray and _is_usual(value):
-        if value.flags.c_contiguous and value.flags.owndata:
-            return value
+        if value.flags.c_contiguous and value.flags.owndata and value.size:
+            return value  # one without elements may have any strides
         axes = _axes(value.strides, value.shape)
         stored = ("array", axes, value.strides, not value.flags.owndata, _in_order(value.transpose(axes)))
         again = _restored(stored)

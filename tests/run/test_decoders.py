@@ -179,6 +179,7 @@ def test_numpy_load(files: Path) -> None:
     np.save(files / "c.npy", array)
     np.save(files / "f.npy", np.asfortranarray(array))
     np.save(files / "scalar.npy", np.float32(3))
+    np.save(files / "empty.npy", np.zeros((3, 0, 2), np.float32))  # no boxes in a picture
     np.save(files / "objects.npy", np.array([{}, None], object), allow_pickle=True)
     np.save(files / "records.npy", np.zeros(3, [("a", "i4"), ("b", "U5")]))
     np.savez(files / "many.npz", a=array, b=array)
@@ -186,6 +187,7 @@ def test_numpy_load(files: Path) -> None:
 outcome(numpy.load, root + "c.npy")
 outcome(numpy.load, root + "f.npy")
 outcome(numpy.load, root + "scalar.npy")
+outcome(numpy.load, root + "empty.npy")
 outcome(numpy.load, root + "records.npy")
 outcome(numpy.load, root + "objects.npy")
 outcome(numpy.load, root + "objects.npy", allow_pickle=True)
