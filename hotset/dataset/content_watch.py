@@ -9,6 +9,7 @@ an attribute of the dataset, or of   compared if code that reads samples names i
 one that it wraps                    (:mod:`hotset.determinism.reading_names`)
 what such an attribute holds         compared, at any depth (:class:`HeldAttributes`), within :class:`Room`
 the parameters of cached transforms  compared
+torch's default dtype and device     compared: tensors are made with them
 of live transforms                   not: they run for each use
 what reading samples changes itself  not: neither what planning has seen to change (a counter of reads), nor
                                      what has changed while this process has read a pass
@@ -23,6 +24,7 @@ import contextlib
 from collections.abc import Collection, Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset
 
 from hotset._warnings import warn
@@ -80,6 +82,7 @@ class ContentWatch:
         """From here on, compare with what is held now."""
         self._read_before = self._access.read_here
         self._is_held = False
+        self._defaults = _torch_defaults()
         if not self._fails:
             with self._left_off_if_it_fails():
                 self._held = HeldAttributes(self._dataset, self._cached, Room(outermost=False), self._counts)
@@ -99,6 +102,9 @@ class ContentWatch:
         Args:
             shared: only one whose change running workers see.
         """
+        for name, now in _torch_defaults().items() if not shared else ():
+            if now != self._defaults[name]:
+                return Change("torch", name, is_shared=False)
         if self._held is not None:
             with self._left_off_if_it_fails():
                 return self._held.changed_content(shared=shared)
@@ -125,3 +131,11 @@ class ContentWatch:
         if id(owner) not in self._readers:
             return True
         return name not in self._chains.get(id(owner), ()) and (self._names is None or name in self._names)
+
+
+def _torch_defaults() -> dict[str, object]:
+    """What tensors are made with for which no dtype or device is given."""
+    return {
+        "get_default_dtype()": torch.get_default_dtype(),
+        "get_default_device()": torch.get_default_device(),
+    }

@@ -243,12 +243,13 @@ def _copy_of_object(
                 if vars(part):
                     vars(made).update(copy.deepcopy(vars(part), memo))
             else:
-                made = copy.deepcopy(part, memo)
-                made.flags.writeable = False
+                _copy_array(part, memo)
         made = copy.deepcopy(value, memo)
-        if _is_image(type(value)):  # PIL's own copy no longer has the attributes that name its file
-            kept = {name: part for name, part in vars(value).items() if type(part) in _ATOM_TYPES}
-            vars(made).update(kept | vars(made))
+        if _is_image(type(value)):  # PIL's own copy lacks the name of its file, and what a program has set
+            of_file = hasattr(value, "fp")  # whose objects are not copied
+            held = {name: part for name, part in vars(value).items() if name not in vars(made)}
+            kept = {name: part for name, part in held.items() if not of_file or type(part) in _ATOM_TYPES}
+            vars(made).update(copy.deepcopy(kept, memo))
         return made
     except Exception as error:
         memo[id(value)] = value
@@ -257,8 +258,20 @@ def _copy_of_object(
         return value
 
 
+def _copy_array(array: Any, memo: dict[int, Any]) -> None:
+    """Note numpy's own deep copy of an array, made read-only and given the attributes that it lacks."""
+    made = copy.deepcopy(array, memo)  # it notes the copy itself
+    made.flags.writeable = array.flags.writeable
+    held = {name: part for name, part in attributes(array).items() if name not in attributes(made)}
+    if held:  # which the program has set: ``signal.rate = 16_000``
+        vars(made).update(copy.deepcopy(held, memo))
+
+
 def _not_for_deepcopy(value: Any, entered: set[int]) -> Iterable[Any]:
-    """What :mod:`copy` would not copy as it is: tensors with larger storages, and read-only arrays."""
+    """What :mod:`copy` would not copy as it is: tensors with larger storages, some arrays.
+
+    These are arrays that are read-only, or that a program has given attributes.
+    """
     kind = type(value)
     if kind in _ATOM_TYPES or issubclass(kind, _ATOMS) or id(value) in entered:
         return
@@ -267,9 +280,11 @@ def _not_for_deepcopy(value: Any, entered: set[int]) -> Iterable[Any]:
             yield value
         return
     entered.add(id(value))
-    if issubclass(kind, np.ndarray) and not value.flags.writeable and not value.dtype.hasobject:
-        yield value
-        return
+    if issubclass(kind, np.ndarray) and not value.dtype.hasobject:
+        numpys_own = kind.__deepcopy__ is np.ndarray.__deepcopy__
+        if not value.flags.writeable or (numpys_own and attributes(value)):
+            yield value
+            return
     if issubclass(kind, _CONTAINERS):
         for part in dict.values(value) if issubclass(kind, dict) else value:
             yield from _not_for_deepcopy(part, entered)

@@ -38,6 +38,8 @@ _SHORT = 2048
 _parsed = functools.lru_cache(maxsize=256)(ast.literal_eval)
 _IMAGE_FILE = re.compile(r"PIL\.\w+ImagePlugin:\w+")
 _KEPT = frozenset({int, float, bool, str, type(None)})
+# Public attributes of any picture, which are stored otherwise or say nothing of its content.
+_OF_IMAGE = frozenset({"im", "mode", "size", "palette", "info", "readonly", "pyaccess", "map", "category"})
 # Attributes of an open file; the picture that comes back has none.
 _NO_FILE = {"fp": None, "_exclusive_fp": False, "readonly": 0}
 _OF_FILE = frozenset(
@@ -46,11 +48,15 @@ _OF_FILE = frozenset(
 
 
 def flatten_image(image: Any) -> Any:
+    own = {key: part for key, part in vars(image).items() if key[:1] != "_" and key not in _OF_IMAGE}
+    # A picture to which a program has given attributes has one leaf more.
+    return _flattened(image, *[_literal(own, "the attributes")] if own else [])
+
+
+def _flattened(image: Any, *own: str) -> Any:
     pixels = _pixels(image)  # first: loading a file may change mode, palette and info
     palette = image.getpalette(image.palette.mode) if image.palette is not None else None
     colours = (image.palette.mode, bytes(palette)) if palette is not None else ("", b"")
-    # A picture that has a format of its own has one leaf more.
-    own = (image.format,) if type(vars(image).get("format")) is str else ()
     # What a file's headers said travels with a PIL image, and transforms may look at it (EXIF rotation).
     info = _literal(image.info, "its info")
     return (image.mode, image.width, image.height, info, *colours, *own, pixels)
@@ -67,7 +73,7 @@ def unflatten_image(tree: Any) -> Any:
         image.putpalette(palette, palette_mode)
     image.info = _value(info)
     if own:
-        (image.format,) = own
+        vars(image).update(_value(own[0]))
     return image
 
 
@@ -152,7 +158,7 @@ def image_file(name: str) -> tuple[Callable[[Any], Any], Callable[[Any], Any]] |
         # The class notes the number of frames as it is asked for.
         if getattr(image, "is_animated", False) or getattr(image, "n_frames", 1) > 1:
             raise SchemaMismatch(f"a {qualname} of several frames, of which only one would be stored")
-        picture = flatten_image(image)
+        picture = _flattened(image)
         kept = {key: part for key, part in vars(image).items() if _is_kept(key, part)}
         return (*picture[:-1], _literal(kept, "the attributes"), picture[-1])
 

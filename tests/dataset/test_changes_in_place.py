@@ -192,6 +192,30 @@ def test_persistent_workers_see_what_they_see_without_a_cache(change: Any) -> No
     assert len(told) == (1 if change is value else 0)
 
 
+class _MadeWithDefaults(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.ones(3) * index
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torchs_default_dtype_counts(workers: int) -> None:
+    before = torch.get_default_dtype()
+    try:
+        with recorded() as told, hotset.cache(_MadeWithDefaults(), memory="1MiB") as cached:
+            loader = hotset.DataLoader(cached, batch_size=4, num_workers=workers)
+            seen = [{batch.dtype for batch in loader}]
+            for dtype in (torch.float64, torch.float64, torch.float16):
+                torch.set_default_dtype(dtype)
+                seen.append({batch.dtype for batch in loader})
+    finally:
+        torch.set_default_dtype(before)
+    assert seen == [{torch.float32}, {torch.float64}, {torch.float64}, {torch.float16}]
+    assert ["get_default_dtype() has changed" in str(each.message) for each in told] == [True, True]
+
+
 def test_what_reading_changes_does_not_count() -> None:
     class Notes(Held):
         def __init__(self) -> None:

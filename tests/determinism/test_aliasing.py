@@ -218,6 +218,41 @@ def test_pictures_that_the_dataset_holds_are_copied_before_a_transform() -> None
         assert [picture.tobytes() for picture in pictures] == before
 
 
+class Signal(np.ndarray[Any, Any]):
+    """An array to which a program gives attributes, without ``__array_finalize__``."""
+
+    rate: int
+    channels: list[str]
+
+
+class _Signals(Dataset[Any]):
+    def __init__(self) -> None:
+        self.table = np.zeros((4, 3))
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        signal = self.table[index].view(Signal)
+        signal.rate, signal.channels = index, ["left"]
+        return {"nested": [signal]}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_copy_of_an_array_has_what_a_program_has_set_on_it(workers: int) -> None:
+    signals = _Signals()
+    with recorded(), hotset.cache(signals, memory="1MiB") as cached:
+        loader = hotset.DataLoader(cached, batch_size=2, num_workers=workers, collate_fn=_first_signals)
+        for _ in range(2):
+            assert list(loader) == [[(0, ["left"]), (1, ["left"])], [(2, ["left"]), (3, ["left"])]]
+        cached[0]["nested"][0][:] = 1
+    assert not signals.table.any()
+
+
+def _first_signals(samples: list[Any]) -> list[Any]:
+    return [(sample["nested"][0].rate, sample["nested"][0].channels) for sample in samples]
+
+
 def test_changing_a_returned_sample_does_not_change_the_source() -> None:
     items = rows(MAKES["arrays"])
     before = copy.deepcopy(items)

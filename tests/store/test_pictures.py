@@ -105,6 +105,19 @@ def test_a_picture_with_a_format_of_its_own_keeps_it() -> None:
     assert stored(picture).format == "JPEG"
 
 
+def test_what_a_program_has_set_on_a_picture_comes_back_or_keeps_it_from_being_stored() -> None:
+    picture = drawn()
+    picture.label, picture.box = "cat", (1, 2, 3, 4)  # type: ignore[attr-defined]
+    again: Any = stored(picture)
+    assert (again.label, again.box) == ("cat", (1, 2, 3, 4))
+
+    picture.scanner = object()  # type: ignore[attr-defined]
+    codec = codec_of(picture)
+    assert codec is not None
+    with pytest.raises(SchemaMismatch, match="objects in the attributes"):
+        codec.flatten(picture)
+
+
 def test_a_jpeg_can_be_saved_with_the_subsampling_that_it_had() -> None:
     from PIL import JpegImagePlugin
 
