@@ -165,6 +165,11 @@ class SampleAccess:
             uncached: what :meth:`fill` has just returned for them, if it was called.
         """
         store = self.store
+        if store is None and self._window is None and self._reader.in_groups:
+            self.draws = True
+            self.uncached += len(ids)
+            yield from self._reader.many(ids.tolist())  # the batch, as torch's loader reads it
+            return
         before = store.filler.drawing if store is not None else 0
         known = uncached is None
         failed: dict[int, Exception] = {}

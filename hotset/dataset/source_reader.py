@@ -73,6 +73,11 @@ class SourceReader:
         """How many samples are to be asked for together."""
         return max(self.threads, self._batch)
 
+    @property
+    def in_groups(self) -> bool:
+        """Whether the dataset itself reads several samples together."""
+        return bool(getattr(self._source.dataset, "__getitems__", None))
+
     def __call__(self, index: int) -> Any:
         self.calls += 1
         return self._source.read(index)

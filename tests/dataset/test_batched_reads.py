@@ -196,3 +196,32 @@ def test_the_plan_says_what_a_sample_takes_in_a_group(transform: Any) -> None:
     assert rng_states() == states
     # A group that cannot be read says nothing.
     assert hotset.cache(InGroups(bad=200), memory="1MiB").plan.sample_seconds > 0
+
+
+class Uncacheable(Table):
+    """Rows that cannot be cached, and say of how many rows their batch was."""
+
+    def __getitem__(self, index: int) -> Any:
+        return Row(index, 0)
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [Row(index, len(indices)) for index in indices]
+
+
+class Row:
+    def __init__(self, number: int, together: int) -> None:
+        self.number, self.together = number, together
+
+
+def as_pairs(rows: list[Row]) -> list[tuple[int, int]]:
+    return [(row.number, row.together) for row in rows]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.filterwarnings("ignore:nothing of Uncacheable can be cached")
+def test_rows_that_cannot_be_cached_are_read_in_the_batches_of_torch(workers: int, log: ReadLog) -> None:
+    table = Uncacheable(log)
+    expected = list(DataLoader(table, 7, collate_fn=as_pairs))
+    with hotset.cache(table, memory="1MiB") as cached:
+        for kind in (hotset.DataLoader, DataLoader):
+            assert list(kind(cached, 7, num_workers=workers, collate_fn=as_pairs)) == expected
