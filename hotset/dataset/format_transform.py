@@ -20,8 +20,9 @@ from torch.utils.data import ConcatDataset, Subset
 
 from hotset.determinism.batch_transform import BatchTransform
 
-__all__ = ["format_of", "without_format_transform"]
+__all__ = ["columns_with_gaps", "format_of", "without_format_transform"]
 
+_PYTHONS_OWN = (None, "python", "custom", "arrow", "polars")  # formats in which a None stays one
 _FORMAT = ("_format_type", "_format_kwargs", "_format_columns", "_output_all_columns")
 
 
@@ -61,6 +62,28 @@ def format_of(dataset: Any) -> tuple[Any, ...] | None:
     if not _is_hugging_face(dataset):
         return None
     return tuple(vars(dataset).get(name) for name in _FORMAT)
+
+
+def columns_with_gaps(dataset: Any) -> list[str]:
+    """Columns of whole numbers or truth values with a None, in a format of arrays.
+
+    Such a format makes them floats in a batch that has a None, and leaves them whole numbers in others.
+    """
+    if not _is_hugging_face(dataset) or dataset._format_type in _PYTHONS_OWN:
+        return []
+    names = dataset._format_columns or dataset.column_names
+    rows = dataset._indices.column(0) if dataset._indices is not None else None
+    return [name for name in names if _has_gaps(dataset.data.column(name), rows)]
+
+
+def _has_gaps(column: Any, rows: Any) -> bool:
+    from pyarrow import compute, types
+
+    while any(is_list(column.type) for is_list in (types.is_list, types.is_large_list)):
+        column, rows = compute.list_flatten(column if rows is None else column.take(rows)), None
+    if not (types.is_integer(column.type) or types.is_boolean(column.type)) or not column.null_count:
+        return False
+    return rows is None or column.take(rows).null_count > 0
 
 
 def _is_hugging_face(dataset: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import Subset
 
-from hotset.dataset.format_transform import format_of
+from hotset.dataset.format_transform import columns_with_gaps, format_of
 from hotset.dataset.pipeline import Source
 from hotset.determinism.declare import declared
 from hotset.determinism.equality import content_digests, same
@@ -101,6 +101,12 @@ def _judge_batches(dataset: Any, source: Source) -> None:
         inner = inner.dataset
     if declared(dataset) == "deterministic" or not getattr(inner, "__getitems__", None):
         return
+    if gaps := columns_with_gaps(inner):
+        raise NotCacheable(
+            f"column {gaps[0]!r} of {type(dataset).__name__} has whole numbers and None, which its format "
+            "makes floats in batches that have a None, so a row is another in other batches; fill in what is "
+            f"missing, or cast the column: dataset.cast_column({gaps[0]!r}, datasets.Value('float32'))."
+        )
     read = source.dataset.__getitems__
     read_one = source.dataset.__getitem__ if format_of(inner) is None else lambda index: read([index])[0]
     indices = sorted({0, len(dataset) - 1})

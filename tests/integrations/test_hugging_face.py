@@ -509,3 +509,32 @@ def test_an_image_that_cannot_be_decoded_raises_at_its_batch_only(transform: Any
         with pytest.raises(Exception, match="identify image"):
             cached[9]
         assert cached.stats().cached == N - 1
+
+
+@pytest.mark.parametrize("column", ["whole", "truth", "lists"])
+def test_columns_that_are_floats_in_some_batches_only_are_refused_with_what_to_do(column: str) -> None:
+    columns = {
+        "whole": [None, *range(1, N)],
+        "truth": [None, *[True] * (N - 1)],
+        "lists": [[None], *[[1]] * (N - 1)],
+    }
+    rows = datasets.Dataset.from_dict(columns).with_format("torch", columns=[column])
+    with pytest.raises(hotset.NotCacheable, match=f"column '{column}' of Dataset has .* None"):
+        hotset.cache(rows, memory="1MiB")
+    with hotset.cache(rows.with_format(None), memory="1MiB") as cached:
+        list(hotset.DataLoader(cached, 4, collate_fn=list))
+        assert cached.stats().cached == N
+
+
+@pytest.mark.parametrize("way", ["cast", "left out", "selected"])
+def test_what_the_refusal_advises_is_cached(way: str) -> None:
+    rows = datasets.Dataset.from_dict({"whole": [None, *range(1, N)], "other": list(range(N))})
+    if way == "cast":
+        rows = rows.cast_column("whole", datasets.Value("float32"))
+    chosen = range(1, N) if way == "selected" else range(N)
+    rows = rows.select(chosen).with_format("torch", columns=["other"] if way == "left out" else None)
+    plain = [list(batch.items()) for batch in torch.utils.data.DataLoader(rows, 4)]
+    with hotset.cache(rows, memory="1MiB") as cached:
+        for _ in range(2):
+            batches = [list(batch.items()) for batch in hotset.DataLoader(cached, 4, num_workers=2)]
+            assert str(batches) == str(plain)
