@@ -74,9 +74,14 @@ def _queued() -> float:
 
 
 class Rests:
-    """When the clocks rest."""
+    """When the clocks rest.
 
-    def __init__(self) -> None:
+    Args:
+        times: what reading them took, for how long they rest: more where most of what that costs is not seen.
+    """
+
+    def __init__(self, times: float = _REST) -> None:
+        self._times = times
         self._count = 0  # of batches in a row
         self._begun = 0.0  # when the clocks were read for the first of these
         self._spent = 0.0  # the seconds that all of them took
@@ -96,7 +101,7 @@ class Rests:
             self._begun = now
         self._count += 1
         if self._count > _IN_A_ROW:
-            self.until = min(self._begun + _REST * self._spent, now + _LONGEST_SECONDS)
+            self.until = min(self._begun + self._times * self._spent, now + _LONGEST_SECONDS)
             self._count, self._spent = 0, 0.0
 
 

@@ -18,6 +18,7 @@ __all__ = ["Fetching"]
 
 # The kernel takes 5 ms to say the memory of a worker; in workers that live for a second that would be much.
 _MEMORY_AFTER_SECONDS, _MEMORY_SECONDS = 2.0, 5.0
+_REST = 1_200.0  # three times as long as the loop's: before they are read, and after, much is called
 
 
 class Fetching:
@@ -26,7 +27,7 @@ class Fetching:
     def __init__(self) -> None:
         self.sums = Sums()
         self.decoders: dict[str, list[float]] = {}  # name: calls, processor seconds, bytes
-        self.rests = Rests()
+        self.rests = Rests(_REST)
         self._samples = 0  # all; in the sums are those for which the clocks were read
         self._batches = 0
         self._entered = 0.0, 0.0  # the time, and this thread's processor time
