@@ -950,6 +950,28 @@ def test_the_clocks_rest_where_batches_come_fast_and_all_of_them_are_counted(
     assert 0.0 < loop["sums"]["clocked_step"] < loop["sums"]["step"]
 
 
+def test_samples_are_counted_while_the_clocks_of_fetches_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.utils.data._utils import fetch
+
+    for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
+        monkeypatch.setattr(kind, "fetch", kind.fetch)  # put back afterwards
+    monkeypatch.setattr(watch, "_here", None)
+    options = WatchOptions(str(tmp_path), 600.0)
+    dict(watch.hooks(options))["torch.utils.data._utils.fetch"](fetch)
+    observer = watch.Observer(options)
+    iterator = iter(DataLoader(range(4_000), batch_size=4))  # type: ignore[arg-type]
+    for _ in range(1_000):
+        take(observer, iterator)
+    end(observer, iterator)
+    watch._here.write()  # type: ignore[union-attr]
+    (written,) = tmp_path.glob("watch-*.json")
+    (loop,) = json.loads(written.read_text())["loops"]
+    assert loop["fetching"]["batches"] == 999  # without the first
+    assert loop["fetching"]["samples"] == pytest.approx(4 * 999)
+
+
 def test_workers_that_were_stopped_for_a_step_go_on_before_the_clocks_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,7 @@
 
 To read a processor clock takes half a microsecond, and what is done with it some more. Where batches come
 fast, all of that together took 2 % of the time. So the clocks are read for some batches in a row, and then
-rest until what that took is a 400th of the time since the first of these: where batches take long, they
+rest until what that took is a small part of the time since the first of these: where batches take long, they
 never rest.
 """
 
