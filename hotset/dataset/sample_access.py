@@ -20,6 +20,7 @@ the source costs time, but no sample; the user is warned of it, once for all pro
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -175,7 +176,8 @@ class SampleAccess:
         failed: dict[int, Exception] = {}
         if uncached is None:
             uncached = self._fill_or_note(ids, failed)
-        found: dict[int, Any] = {}
+        hits: set[int] = set()
+        found: Iterator[Any] = iter(())
         numbers = ids.tolist()
         if store is not None:
             stored = np.array([i for i, sample in enumerate(numbers) if sample not in uncached], int)
@@ -183,14 +185,18 @@ class SampleAccess:
             if known and drawing.sum() > store.filler.drawing - before:
                 self.warn_of_draws()  # some were known before, so it is not the first epoch
             stored = stored[~drawing]
-            hits = ids[stored]
-            copies = store.read(hits) if len(hits) and store.present(hits).all() else None
+            copies = None
+            if len(stored) and store.present(ids[stored]).all():
+                copies = store.read_in_turn(ids[stored])
             if copies is not None:
-                found = dict(zip(stored.tolist(), copies, strict=True))
-                self.count_hits(hits)
+                hits, found = set(stored.tolist()), copies
+                self.count_hits(ids[stored])
+        copy: list[Any] = []  # popped from it, so that nothing here refers to a sample that was taken
         for i, sample in enumerate(numbers):
-            if i in found:
-                yield found.pop(i)
+            if i in hits:
+                copy += itertools.islice(found, 1)
+            if copy:
+                yield copy.pop()
             elif sample in uncached:
                 # Returned once: a second use, in the same batch too, must not share the object.
                 yield uncached.pop(sample)

@@ -39,6 +39,7 @@ from hotset.store.leaves import (
     NumbersLeaf,
     SchemaMismatch,
     Shape,
+    TextLeaf,
     leaf_from_json,
     leaf_of,
     name_of_type,
@@ -96,6 +97,7 @@ class Schema:
         variable: places of the variable leaves among ``leaves``.
         head: numpy's dtype of what a row begins with, behind its record header.
         has_tail: whether there are variable leaves, so that records of this form may have tails.
+        copies: whether :meth:`read` makes objects that do not share the buffer's memory but have their own.
     """
 
     def __init__(self, tree: Node) -> None:
@@ -103,6 +105,7 @@ class Schema:
         self.leaves: tuple[Leaf, ...] = tuple(leaves_of(tree))
         self.has_tail = any(leaf.fixed_bytes is None for leaf in self.leaves)
         self.variable = [place for place, leaf in enumerate(self.leaves) if leaf.fixed_bytes is None]
+        self.copies = any(isinstance(leaf, TextLeaf) for leaf in self.leaves) or _has_codec(tree)
         self.offsets, self.stride = self._lay_out()
         self.head = self._head()
 
@@ -367,6 +370,10 @@ def leaves_of(node: Node) -> Iterator[Leaf]:
             yield from leaves_of(child)
     else:
         yield node
+
+
+def _has_codec(node: Node) -> bool:
+    return isinstance(node, Group) and (node.codec is not None or any(map(_has_codec, node.children)))
 
 
 # How containers of each kind are made, given an iterator over the values of their parts.

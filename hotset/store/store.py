@@ -33,6 +33,7 @@ A store that was *invalidated*, because its content is wrong or its session is g
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -266,11 +267,7 @@ class Store:
 
         The copies lie in one recycled block, which is free again when the last of them is dropped.
         """
-        clear_generation = self.clear_generation()
-        words = self.words(ids)
-        if clear_generation is None or not (words >= PRESENT).all():
-            return None
-        copied = self.copy_out(ids, words, clear_generation)
+        copied = self._copied(ids)
         if copied is None:
             return None
         try:
@@ -278,6 +275,27 @@ class Store:
         except SegmentError as error:
             self._warn_unreadable(error)
             return None
+
+    def read_in_turn(self, ids: Ids) -> Iterator[Any] | None:
+        """As :meth:`read`, but large samples are built as they are taken: see :meth:`RecordBatch.in_turn`.
+
+        It ends early if a sample's own form cannot be read here.
+        """
+        copied = self._copied(ids)
+        return self._in_turn(copied) if copied is not None else None
+
+    def _in_turn(self, copied: RecordBatch) -> Iterator[Any]:
+        try:
+            yield from copied.in_turn(self.schema)
+        except SegmentError as error:
+            self._warn_unreadable(error)
+
+    def _copied(self, ids: Ids) -> RecordBatch | None:
+        clear_generation = self.clear_generation()
+        words = self.words(ids)
+        if clear_generation is None or not (words >= PRESENT).all():
+            return None
+        return self.copy_out(ids, words, clear_generation)
 
     def copy_out(
         self, ids: Ids, words: Words, clear_generation: int, memory: Bytes | None = None
