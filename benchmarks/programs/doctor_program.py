@@ -1,7 +1,8 @@
 """Trainings that are bound by one thing each, for ``hotset doctor`` to judge and to be run as it advises.
 
-``python doctor_program.py PIPELINE WORKERS SECONDS FOLDER [--cached]`` trains for so long after its first
-epoch, and prints samples a second, without the first batches of each epoch: the first of each worker.
+``python doctor_program.py PIPELINE WORKERS SECONDS FOLDER [--cached | --cached-torch]`` trains for so long,
+and prints samples a second of whole epochs: what workers take to start and to end counts. The first epoch,
+of a process that must import much, does not. With ``--cached-torch`` the loader over the cache is torch's.
 With ``--watching``, in the environment that ``hotset doctor`` gives, every second epoch is one without its
 clocks, and it prints how much faster those are, of each pair.
 """
@@ -31,10 +32,10 @@ class Rows(Dataset[Any]):
 
     def __init__(self, kind: str, folder: Path) -> None:
         self.kind = kind
-        self.files = photographs(folder, 300) if kind == "decode" else _arrays(folder)
+        self.files = photographs(folder, 300) if kind in ("decode", "picture") else _arrays(folder)
 
     def __len__(self) -> int:
-        return {"small": 20_000, "collate": 8_000, "large": 400}.get(self.kind, 600)
+        return {"small": 20_000, "collate": 8_000, "large": 400, "picture": 400}.get(self.kind, 600)
 
     def __getitem__(self, index: int) -> Any:
         return getattr(self, f"_{self.kind}")(index)
@@ -51,6 +52,12 @@ class Rows(Dataset[Any]):
 
         with Image.open(self.files[index % len(self.files)]) as image:
             return torch.from_numpy(np.array(image.convert("RGB").resize((224, 224))))
+
+    def _picture(self, index: int) -> Any:
+        from PIL import Image
+
+        with Image.open(self.files[index % len(self.files)]) as image:
+            return image.convert("RGB")
 
     def _small(self, index: int) -> Any:
         return torch.full((52,), float(index)), index
@@ -77,12 +84,19 @@ def flip(sample: torch.Tensor) -> torch.Tensor:
     return moved.float().div(255).sub(0.5).mul(2.0)
 
 
-class Flipped(Dataset[Any]):
+def cut(picture: Any) -> torch.Tensor:
+    """A random square of a picture, of another size."""
+    x, y = (float(torch.rand(())) * 0.3 * size for size in picture.size)
+    box = (x, y, x + 0.7 * picture.width, y + 0.7 * picture.height)
+    return torch.from_numpy(np.array(picture.resize((96, 96), box=box))).permute(2, 0, 1).float()
+
+
+class Transformed(Dataset[Any]):
     """Decoded pictures with a transform at their end, as torchvision's datasets have it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.rows = Rows("decode", folder)
-        self.transform: Any = flip
+    def __init__(self, kind: str, folder: Path, transform: Callable[[Any], torch.Tensor]) -> None:
+        self.rows = Rows(kind, folder)
+        self.transform: Any = transform
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -114,6 +128,7 @@ PIPELINES: dict[str, tuple[str, int, Any]] = {
     "wait": ("wait", 16, functools.partial(rest, 4e-3)),
     "decode": ("decode", 16, functools.partial(rest, 4e-3)),
     "live": ("flipped", 16, functools.partial(rest, 2e-3)),
+    "short": ("cut", 32, functools.partial(rest, 2e-3)),
     "collate": ("collate", 64, functools.partial(rest, 1e-3)),
     "small": ("small", 256, functools.partial(rest, 1e-3)),
     "large": ("large", 8, functools.partial(rest, 2e-3)),
@@ -129,39 +144,41 @@ def main() -> None:
     parser.add_argument("seconds", type=float)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--cached", action="store_true")
+    parser.add_argument("--cached-torch", action="store_true")
     parser.add_argument("--watching", action="store_true")
     asked = parser.parse_args()
     kind, batch_size, step = PIPELINES[asked.pipeline]
-    dataset: Any = Flipped(asked.folder) if kind == "flipped" else Rows(kind, asked.folder)
+    dataset: Any = Rows(kind, asked.folder)
+    if kind in ("flipped", "cut"):
+        of, transform = {"flipped": ("decode", flip), "cut": ("picture", cut)}[kind]
+        dataset = Transformed(of, asked.folder, transform)
     loader_kind: Any = DataLoader
-    if asked.cached:
+    if asked.cached or asked.cached_torch:
         import hotset
 
-        dataset, loader_kind = hotset.cache(dataset, memory="2GiB"), hotset.DataLoader
+        dataset = hotset.cache(dataset, memory="2GiB")
         dataset.fill()
+        loader_kind = hotset.DataLoader if asked.cached else DataLoader
     collate = {"collate_fn": padded} if kind == "collate" else {}
     loader = loader_kind(
         dataset, batch_size=batch_size, shuffle=True, drop_last=True, num_workers=asked.workers, **collate
     )
-    left_out = max(1, asked.workers)
 
     def epoch() -> float:
-        start = 0.0
-        for number, batch in enumerate(loader):
+        start = time.perf_counter()
+        for batch in loader:
             step(batch)
-            if number == left_out - 1:
-                start = time.perf_counter()
         return time.perf_counter() - start
 
     if asked.watching:
         print(json.dumps({"ratios": watched_over_plain(epoch, asked.seconds)}), flush=True)
         return
-    epochs, seconds, begin = 0, 0.0, time.perf_counter()
-    while seconds == 0.0 or time.perf_counter() - begin < asked.seconds:
-        seconds += epoch()
-        epochs += 1
-    samples = epochs * (len(loader) - left_out) * batch_size
-    print(json.dumps({"rate": samples / seconds}), flush=True)
+    epoch()
+    epochs: list[float] = []
+    while sum(epochs) < asked.seconds:
+        epochs.append(epoch())
+    samples = len(epochs) * len(loader) * batch_size
+    print(json.dumps({"rate": samples / sum(epochs)}), flush=True)
 
 
 def watched_over_plain(epoch: Callable[[], float], seconds: float) -> list[float]:

@@ -29,6 +29,9 @@ _FORM = struct.Struct("dd")  # seconds, batches
 class Observer(Protocol):
     """What is called around each ``__next__``, with torch's iterator."""
 
+    def made(self, iterator: Any) -> None:
+        """It is made: its workers are not started yet."""
+
     def before(self, iterator: Any) -> None:
         """The loop asks for a batch."""
 
@@ -61,6 +64,15 @@ def _measure(observers: Sequence[Observer], module: Any) -> None:
     timed.__module__, timed.__annotations__ = plain.__module__, plain.__annotations__
     # torch calls the method by this name alone: it has ``next = __next__`` nowhere.
     iterator.__next__ = timed
+
+    def make(cls: type, *args: Any, **named: Any) -> Any:
+        # Not a wrapper of ``__init__``, for the same reason: this has returned when that begins.
+        made: Any = object.__new__(cls)
+        for observer in observers:
+            observer.made(made)
+        return made
+
+    iterator.__new__ = staticmethod(make)
 
 
 class _Torch:
@@ -103,6 +115,9 @@ class _Timed:
 
 class WaitSums:
     """The observer of ``hotset run``: the sums of a process, in the ledger."""
+
+    def made(self, iterator: Any) -> None:
+        pass
 
     def before(self, iterator: Any) -> None:
         pass

@@ -425,3 +425,18 @@ def test_workers_give_batches_under_a_limit_of_the_shell(limit: str) -> None:
                 equal_batches(batches, expected)
 
     in_child(body)
+
+
+@hotset.nondeterministic
+def with_what_the_collector_looks_at(sample: Any) -> Any:
+    return sample, len(gc.get_objects())
+
+
+def test_a_workers_collector_does_not_look_at_what_the_fork_has_inherited() -> None:
+    """To look at an object copies its page, in each new worker again."""
+    here = len(gc.get_objects())
+    with hotset.cache(
+        Samples(number, 8), transform=[with_what_the_collector_looks_at], memory="16MiB"
+    ) as cached:
+        for _, objects in hotset.DataLoader(cached, batch_size=4, num_workers=1):
+            assert int(objects.max()) < here / 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -142,6 +143,35 @@ class TestCommand:
         assert found["cached"]["samples_per_second"] <= 15 * 4 / 0.2
         cached = [one for one in found["advice"] if "hotset.DataLoader" in one["line"]]
         assert all("with collate_fn=__main__.collate, as" in one["note"] for one in cached)
+
+    def test_rates_are_of_whole_epochs_with_what_workers_take_to_start(self) -> None:
+        program = training(workers=1, epochs=3).replace(
+            "num_workers=1", "num_workers=1, worker_init_fn=lambda worker: time.sleep(0.4)"
+        )
+        found, _ = judged(program, "--keep", "--seconds", "2")
+        assert found["now"]["samples_per_second"] <= 64 / 0.4
+        for one in found["advice"]:
+            if "as it is" in one["line"]:
+                assert one["samples_per_second"] <= 64 / 0.4
+        # hotset's loader starts no workers where all of a batch is in the cache.
+        assert found["cached"]["samples_per_second"] > 64 / 0.4
+
+    def test_what_it_imports_does_not_move_the_collection_of_garbage(self) -> None:
+        program = (
+            "import gc; counts = [one['collections'] for one in gc.get_stats()]\n"
+            "from torch.utils.data import DataLoader\n"
+            "for batch in DataLoader(range(64), 4): pass\n"
+            "print('collected', counts, gc.isenabled())"
+        )
+        command = [sys.executable, "-c", program]  # not of a fork, which has what its parent counted
+        plain = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        found = re.findall("collected.*", doctor("--keep", "--", *command).stdout)
+        (youngest, *older), (few, *fewer) = (
+            list(map(int, re.findall(r"\d+", text))) for text in (found[0], plain)
+        )
+        assert older == fewer
+        assert youngest <= few + 2
+        assert "True" in found[0]
 
     def test_a_long_program_is_ended_though_the_signal_comes_while_it_forks_workers(self) -> None:
         """Python drops an exception in what is called before a fork, where this program nearly always is."""
@@ -802,6 +832,9 @@ def test_the_files_of_processes_are_put_together(tmp_path: Path) -> None:
             "step_process": 0.2,
         },
         "first_waits": [0.3],
+        "starts": [0.18],  # 0.12 more than two batches and a step take later
+        "left_out": 2,
+        "pass_batches": 12,
         "steps": [(0.04, 0.04, 0.04)] * 10,
         "alone": [(0.02, 0.02, 0.02)] * 3,
         "fetching": None,
@@ -823,7 +856,7 @@ def test_the_files_of_processes_are_put_together(tmp_path: Path) -> None:
     found = read(str(tmp_path))
     assert found is not None
     assert (found.batch_size, found.workers, found.ranks, found.steps) == (4.0, 2, 1, 10)
-    assert found.rate == pytest.approx(4 / 0.05)
+    assert found.rate == pytest.approx(4 / (0.05 + 0.12 / 12))  # of whole epochs
     assert found.step.seconds == pytest.approx(0.02 / 4)  # beside workers that rest
     assert found.fetch == pytest.approx(Fetch(0.005, (0.2 - 0.1 - 0.04) / 20, 0.001, 0.0001))
     assert found.decoders == (Decoder("cv2.imread", 1.0, 0.003, 100.0),)
@@ -841,7 +874,7 @@ def test_without_workers_waiting_for_a_processor_is_no_waiting_for_a_disk(tmp_pa
     sums = {"steps": 10, "batches": 10, "wait": 0.4, "step": 0.4}
     loop = {
         "facts": facts, "sums": sums, "first_waits": [0.1], "steps": [(0.04, 0.04, 0.04)] * 10, "alone": [],
-        "fetching": fetching, "workers": [],
+        "starts": [], "left_out": 0, "pass_batches": 10, "fetching": fetching, "workers": [],
     }  # fmt: skip
     (tmp_path / "watch-1.json").write_text(json.dumps({"pid": 1, "fetching": None, "loops": [loop]}))
     found = read(str(tmp_path))

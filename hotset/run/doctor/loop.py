@@ -18,7 +18,9 @@ loop gets a batch and where it asks for the next, and the time between them is r
 nothing waits for them.
 
 The first batches of a pass, one for each worker, are left out of all sums: they pay for starting processes,
-and come in a burst. What the loop waits for the pass's end, while its workers end, counts.
+and come in a burst. How long it takes until they are there, from the making of torch's iterator on, which
+starts the workers, is noted for each pass: over a whole epoch it counts. So does what the loop waits for the
+pass's end, while its workers end.
 """
 
 from __future__ import annotations
@@ -95,10 +97,14 @@ class Loop:
         self._gpu = _GpuClock(self.sums)
         self._workers: set[int] = set()  # the processes of all passes
         self._first_waits: list[float] = []
+        self._starts: list[float] = []  # of each pass, in seconds
+        self._begun = 0.0  # this pass
+        self._given = 0  # batches of the passes before this one
         self._steps: deque[Clocks] = deque(maxlen=_STEPS_KEPT)  # the last ones
         self._alone: list[StepLength] = []  # beside no workers, in which no batch is dropped
         self._length: int | None = None  # of this pass, in batches
         self._left_out = 0  # batches of this pass, still
+        self._sum_left_out = 0  # of all passes
         self._is_first = False  # the batch that the loop asks for
         self._exited: Clocks | None = None  # when the loop got its last batch, if a step has begun
         self._entered: Clocks | None = None  # when it asked for the next
@@ -118,6 +124,14 @@ class Loop:
     def batches(self) -> int:
         """How many have counted."""
         return round(self.sums.of.get("batches", 0.0))
+
+    @property
+    def pass_batches(self) -> float | None:
+        """The batches of a pass: of those that the loop has left or gone through, or as the loader says."""
+        if self.is_endless:
+            return None
+        passes = len(self._first_waits) - 1
+        return self._given / passes if passes > 0 and self._given else self._length
 
     def asked_in_rest(self, now: float) -> bool:
         """The loop asks for a batch, not the first of a pass; whether that is all there is to note."""
@@ -142,8 +156,13 @@ class Loop:
         """So long took watching, where the loop asked for a batch or got one."""
         self._clocks_rest.spent(seconds)
 
-    def asked(self, iterator: Any) -> None:
-        """The loop asks for a batch."""
+    def asked(self, iterator: Any, made: float | None = None) -> None:
+        """The loop asks for a batch.
+
+        Args:
+            iterator: torch's.
+            made: when it was made; None if that is not known.
+        """
         self._rests = False
         now = Clocks.now(queued=True)
         was_alone, self._is_first = self._is_alone, begins(iterator)
@@ -152,7 +171,9 @@ class Loop:
         if self._is_first:
             self._exited = None
             self._length = _length(iterator)
+            self._given = self.batches + self._sum_left_out
             self._left_out = left_out(self._length, int(iterator._num_workers))
+            self._begun = now.wall if made is None else made
             self._workers.update(workers_of(iterator))
         elif self._exited is not None:
             self._count_step(now.since(self._exited), was_alone)
@@ -176,7 +197,7 @@ class Loop:
         if self._entered is None:
             return
         now = Clocks.now(queued=True)
-        self._count_batch(now.since(self._entered))
+        self._count_batch(now.since(self._entered), now.wall)
         self._exited = now
         if self._begin_alone(iterator, now.wall, batch) | self._gpu.begin():
             self.begin_step()
@@ -186,11 +207,14 @@ class Loop:
         if self._exited is not None:
             self._exited = Clocks.now(queued=True)
 
-    def _count_batch(self, taken: Clocks) -> None:
+    def _count_batch(self, taken: Clocks, now: float) -> None:
         if self._is_first:
             self._first_waits.append(taken.wall)
         if self._left_out:
             self._left_out -= 1
+            self._sum_left_out += 1
+            if not self._left_out:
+                self._starts.append(now - self._begun)
         else:
             self.sums.add(batches=1, wait=taken.wall)
             if taken.has_all:
@@ -249,6 +273,9 @@ class Loop:
             "facts": self.facts,
             "sums": self.sums.of,
             "first_waits": self._first_waits,
+            "starts": self._starts,
+            "left_out": self._sum_left_out / max(len(self._starts), 1),
+            "pass_batches": self.pass_batches,
             "steps": self._beside(),
             "alone": self._alone,
             "fetching": self.fetching.to_json(memory=False),

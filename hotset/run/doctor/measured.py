@@ -1,8 +1,8 @@
 """A loader's rates, by itself and with a stand-in for the program's step, in passes as long as the program's.
 
-The first batch of each worker is left out. What else a pass begins and ends with counts as it does in the
-program: new workers touch the memory of their first batches for the first time, and it takes a tenth of a
-short pass until they have ended.
+A pass begins with starting workers and ends with ending them, and new workers touch the memory of their
+first batches for the first time: a third of a short pass. So the rates are those of whole passes, of as many
+batches as the program's have, even where only a part of one is gone through.
 
 Where a program is watched shortly (``--seconds``), each part of a trial is shorter, too.
 """
@@ -85,12 +85,17 @@ class _Measured(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """What was measured of a pass, or of several: batches, and seconds."""
+    """What was measured of a pass, or of several: batches, and seconds.
+
+    Attributes:
+        start: until the first batch of each worker was there, and used; these count nowhere else.
+    """
 
     batches: int
     seconds: float
     cpu: float
     release: float
+    start: float
 
 
 class MeasuredLoader:
@@ -100,6 +105,7 @@ class MeasuredLoader:
         self, kind: Callable[..., Any], dataset: Any, settings: LoaderSettings, workers: int
     ) -> None:
         self._batch_size = settings.batch_size or 1
+        self._length = settings.batches
         batches = settings.batches or _MOST_BATCHES
         self._left_out = left_out(settings.batches, workers)
         self._seconds, self._longest = seconds_of(_RATE_SECONDS), seconds_of(_LONGEST_SECONDS)
@@ -125,21 +131,24 @@ class MeasuredLoader:
         """
         measured = self._alone()
         if step is not None:
-            measured = measured._replace(training=self._with_steps(step))
+            measured = measured._replace(training=self._rate(self._passes(step)))
         return measured._asdict()
 
     def _alone(self) -> _Measured:
         sums = self._passes(None)
         samples = sums.batches * self._batch_size
         ready = self._seconds_if_ready(sums.seconds / sums.batches) / self._batch_size
-        return _Measured(samples / sums.seconds, ready, sums.cpu / samples, sums.release / samples)
+        return _Measured(self._rate(sums), ready, sums.cpu / samples, sums.release / samples)
 
-    def _with_steps(self, step: StandIn) -> float:
-        """Samples a second with this step after each batch."""
-        sums = self._passes(step)
-        return sums.batches * self._batch_size / sums.seconds
+    def _rate(self, sums: _Pass) -> float:
+        """Samples a second, of a whole pass."""
+        each = sums.seconds / sums.batches
+        if self._length is not None:
+            each += max(sums.start - self._left_out * each, 0.0) / self._length
+        return self._batch_size / each
 
     def _passes(self, step: StandIn | None) -> _Pass:
+        """The sums of some passes, and their median start."""
         passes, begin = [], time.perf_counter()
         while True:
             passes.append(self._pass(step))
@@ -148,10 +157,11 @@ class MeasuredLoader:
                 raise RuntimeError("the dataset gave no batch when it was tried")
             enough = sums.seconds >= self._seconds and sums.batches >= LEAST_BATCHES
             if enough or time.perf_counter() - begin >= self._longest:
-                return sums
+                return sums._replace(start=statistics.median(each.start for each in passes))
 
     def _pass(self, step: StandIn | None) -> _Pass:
         """A pass to its end, or of some seconds of a long one."""
+        made, start = time.perf_counter(), 0.0
         begin, cpu, count, release = 0.0, 0.0, -self._left_out, 0.0
         kept: list[Any] = [None]  # a batch goes when the next has come, as in a program
         for batch in self._batches:
@@ -164,11 +174,12 @@ class MeasuredLoader:
                 step()
             if count == 0:
                 begin, cpu = time.perf_counter(), _processor_seconds()
+                start = begin - made
             if count >= LEAST_BATCHES and time.perf_counter() - begin >= self._seconds:
                 break
         if count <= 0:
-            return _Pass(0, 0.0, 0.0, 0.0)
-        return _Pass(count, time.perf_counter() - begin, _processor_seconds() - cpu, release)
+            return _Pass(0, 0.0, 0.0, 0.0, 0.0)
+        return _Pass(count, time.perf_counter() - begin, _processor_seconds() - cpu, release, start)
 
     def _seconds_if_ready(self, each: float) -> float:
         """How long the main thread takes to get a batch that waits for it: after a rest, one is there.

@@ -42,7 +42,8 @@ class Observed(NamedTuple):
         workers: of the loader, for each rank.
         ranks: processes that train.
         steps: that were counted.
-        wait: seconds a step in which the loop waited for a batch, or for the end of the loader's workers.
+        wait: seconds a step in which the loop waited for a batch, or for the loader's workers to start or to
+            end, as far as that falls to a step of a whole epoch.
         step: the rest of a step, a sample, as if no worker ran beside it, and no less than its GPU takes.
         step_drops: whether that has the time in which it gives the memory of the batch before back.
         gpu: seconds a step that it takes on the GPU; None if none was used.
@@ -184,6 +185,7 @@ def _put_together(
     steps, batches = sums["steps"], sums["batches"]
     step_beside = sums["step"] / steps
     wait = (sums["wait"] + sums["end"]) / batches if batches else 0.0
+    wait += _start(loops, wait, step_beside)
     receive = sums["wait_thread"] / sums["clocked_batches"] / batch if sums["clocked_batches"] else 0.0
     if facts["workers"] == 0:
         # The fetch is in the wait; what is beside it is torch's own, and takes no worker.
@@ -214,6 +216,20 @@ def _put_together(
         growth=fetches.growth,
         trial=trial,
     )
+
+
+def _start(loops: list[dict[str, Any]], wait: float, step: float) -> float:
+    """What the start of a pass adds to each of its batches, in seconds.
+
+    Until the batches that are left out were there, with a step after the last of them, it took longer than as
+    many batches do later.
+    """
+    added = []
+    for loop in loops:
+        if loop["starts"] and loop["pass_batches"]:
+            longer = statistics.median(loop["starts"]) + step - loop["left_out"] * (wait + step)
+            added.append(longer / max(loop["pass_batches"], 1.0))
+    return statistics.fmean(added) if added else 0.0
 
 
 def _sums(loops: Iterable[dict[str, Any]]) -> defaultdict[str, float]:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import json
 import logging
 import multiprocessing
@@ -132,6 +133,7 @@ def _child(
         logging.disable()  # the program's log may be a file
         multiprocessing.process._children.clear()  # type: ignore[attr-defined]  # they are the program's
         torch.set_num_threads(1)
+        gc.freeze()  # what hotset has imported must not make workers look at all objects: see sitecustomize
         warnings.simplefilter("ignore")
         for found in _tried(settings, step, drops, decodes):
             os.write(told, f"{json.dumps(found)}\n".encode())

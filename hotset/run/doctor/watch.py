@@ -101,8 +101,8 @@ class _Process:
 
     # ---- training: as an observer of torch's iterators; see hotset.run.loader_wait
 
-    def before(self, iterator: Any) -> Loop | None:
-        """The loop asks for a batch; returns what is known of it."""
+    def before(self, iterator: Any, made: float | None) -> Loop | None:
+        """The loop asks for a batch from an iterator that was made then; returns what is known of it."""
         if not self._is_watched():
             return None
         now, is_first = time.perf_counter(), begins(iterator)
@@ -113,7 +113,7 @@ class _Process:
             self._interrupt_others(loop)
         if is_first or loop not in self._settings:
             self._remember(loop, iterator)
-        loop.asked(iterator)
+        loop.asked(iterator, made)
         loop.watched(time.perf_counter() - now)
         self._end_if_time(iterator, pass_ended=False)
         return loop
@@ -230,8 +230,9 @@ class _Process:
         if main is None or main not in self._settings or not self._ledger.is_first(TRYING):
             return False
         settings = self._settings[main]
-        if main.is_endless:
-            settings = settings._replace(batches=None)
+        if settings.batches is not None:
+            length = main.pass_batches
+            settings = settings._replace(batches=None if length is None else max(round(length), 1))
         self._settings.clear()
         workers = workers_of(iterator)
         self._ledger.pause(workers)
@@ -333,6 +334,11 @@ class Observer:
         # The iterator that was asked last, and its loop: while the clocks rest, all but counting is left out.
         # After a step the processor has forgotten what is called here, and a call takes eight times as long.
         self._last: tuple[weakref.ref[Any], Loop] | None = None
+        self._made: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
+
+    def made(self, iterator: Any) -> None:
+        if not _off:
+            self._made[iterator] = time.perf_counter()
 
     def before(self, iterator: Any) -> None:
         if _off:
@@ -342,7 +348,7 @@ class Observer:
             return
         if not self._is_ours(iterator):
             try:
-                loop = _process(self._options).before(iterator)
+                loop = _process(self._options).before(iterator, self._made.pop(iterator, None))
                 self._last = None if loop is None else (weakref.ref(iterator), loop)
             except Exception as error:
                 self._end_watching(error)
