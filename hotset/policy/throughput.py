@@ -23,7 +23,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Fetch", "Loader", "Step", "best_workers", "loader_with", "mixed", "training_rate"]
+__all__ = ["Fetch", "Loader", "Step", "best_workers", "loader_with", "mixed", "training_rate", "with_start"]
 
 _SHARPNESS = 8
 # Fewer workers that reach this share of the best rate are better than more, which take memory.
@@ -117,6 +117,16 @@ def training_rate(loader: Loader, step: Step, cores: float) -> float:
     return _least(loader.alone, _inverse(loader.main + step.seconds), cores * _inverse(loader.cpu + step.cpu))
 
 
+def with_start(rate: float, start: float) -> float:
+    """Samples a second of whole epochs, of which the start takes so many seconds a sample.
+
+    Example:
+        >>> round(with_start(1000.0, 1e-3))
+        500
+    """
+    return rate / (1.0 + rate * start)
+
+
 def mixed(hits: Loader, misses: Loader, share: float) -> Loader:
     """A loader of which ``share`` of the samples, 0 to 1, are hits.
 
@@ -138,6 +148,7 @@ def best_workers(
     *,
     most: int | None = None,
     without: Loader | None = None,
+    start: float = 0.0,
 ) -> tuple[int, float]:
     """The least number of workers whose rate is nearly the best, and that rate.
 
@@ -147,10 +158,13 @@ def best_workers(
         cores: that this training process and its workers have.
         most: that many workers at most.
         without: the loader without workers, if it is known by itself.
+        start: seconds a sample, over an epoch, that it takes to start each worker.
 
     Example:
         >>> best_workers(Fetch(cpu=3e-3, send=0.0), Step(1e-3, 0.0), cores=8)[0]
         4
+        >>> best_workers(Fetch(cpu=3e-3, send=0.0), Step(1e-3, 0.0), cores=8, start=2e-4)[0]
+        3
         >>> best_workers(Fetch(cpu=1e-6, send=30e-6, receive=30e-6), Step(1e-3, 0.0), cores=8)[0]
         0
     """
@@ -159,7 +173,9 @@ def best_workers(
     loaders = [loader_with(count, fetch, cores) for count in range(bound + 1)]
     if without is not None:
         loaders[0] = without
-    rates: Sequence[float] = [training_rate(loader, step, cores) for loader in loaders]
+    rates: Sequence[float] = [
+        with_start(training_rate(loader, step, cores), count * start) for count, loader in enumerate(loaders)
+    ]
     enough = _NEARLY_BEST * max(rates)
     found = next(count for count, rate in enumerate(rates) if rate >= enough)
     return found, rates[found]

@@ -486,7 +486,7 @@ PLAN = {
 
 
 def tried(rate: float, cpu: float) -> dict[str, float | None]:
-    return {"rate": rate, "main": 1e-5, "cpu": cpu, "release": 0.0, "training": None}
+    return {"rate": rate, "main": 1e-5, "cpu": cpu, "release": 0.0, "start": 0.0, "training": None}
 
 
 def seen(**changes: Any) -> Observed:
@@ -585,6 +585,13 @@ def test_more_workers_are_advised_as_far_as_there_are_cores() -> None:
     assert found.workers_rate == pytest.approx(16 / 4e-3, rel=0.15)
 
 
+def test_what_each_worker_takes_to_start_counts_against_more_of_them() -> None:
+    found = predict(seen(trial={**seen().trial, "loaders": {"plain-2": tried(500.0, 4e-3)}}), cores=16)
+    slow = {**tried(500.0, 4e-3), "start": 1e-4}
+    late = predict(seen(trial={**seen().trial, "loaders": {"plain-2": slow}}), cores=16)
+    assert 1 <= late.workers < found.workers
+
+
 def test_no_rate_is_above_that_of_the_steps_alone() -> None:
     slow = seen(step=Step(2e-3, 0.0), step_beside=0.128, wait=0.0)
     found = predict(slow, cores=64)
@@ -595,7 +602,7 @@ def test_no_rate_is_above_that_of_the_steps_alone() -> None:
 
 
 def test_what_a_step_takes_to_give_a_batch_back_is_not_the_caches() -> None:
-    slow = {"rate": 900.0, "main": 1e-6, "cpu": 1e-3, "release": 4e-4, "training": None}
+    slow = {"rate": 900.0, "main": 1e-6, "cpu": 1e-3, "release": 4e-4, "start": 0.0, "training": None}
     trial = {**seen().trial, "loaders": {**seen().trial["loaders"], "plain-2": slow}}
     step = Step(5e-4, 5e-4)
     told = predict(seen(step=step, step_drops=True, trial=trial), cores=64)

@@ -13,7 +13,16 @@ import itertools
 import os
 from typing import Any, NamedTuple
 
-from hotset.policy.throughput import Fetch, Loader, Step, best_workers, loader_with, mixed, training_rate
+from hotset.policy.throughput import (
+    Fetch,
+    Loader,
+    Step,
+    best_workers,
+    loader_with,
+    mixed,
+    training_rate,
+    with_start,
+)
 from hotset.run.doctor.observed import Observed
 from hotset.units import format_bytes
 
@@ -87,6 +96,8 @@ class _Model:
         rows = _torch(seen, 0), _torch(seen, max(seen.workers, 1))
         self._release = [0.0 if row is None else row["release"] for row in rows]
         self._step = _longer(seen.step, -self._release[seen.workers > 0]) if seen.step_drops else seen.step
+        row = _torch(seen, max(seen.workers, 1))
+        self._start = 0.0 if row is None else row["start"] / max(seen.workers, 1)  # of each worker
         self.modelled = self._plain(seen.workers, self.fetch)
         measured = seen.rate / seen.ranks
         # Where the program is slower than that, other programs may hold it up: they would with other workers,
@@ -97,7 +108,8 @@ class _Model:
         loader = loader_with(workers, fetch, self.cores)
         if workers == 0 and fetch is self.fetch and self._without is not None:
             loader = self._without
-        return training_rate(loader, _longer(self._step, self._release[workers > 0]), self.cores)
+        rate = training_rate(loader, _longer(self._step, self._release[workers > 0]), self.cores)
+        return with_start(rate, workers * self._start)
 
     def plain(self, workers: int, fetch: Fetch | None = None) -> float:
         """Samples a second of a rank, with torch's loader."""
@@ -115,7 +127,12 @@ class _Model:
             return 0
         without = self._without if fetch is None else None
         return best_workers(
-            fetch or self.fetch, self.seen.step, self.cores, most=self._most(), without=without
+            fetch or self.fetch,
+            self.seen.step,
+            self.cores,
+            most=self._most(),
+            without=without,
+            start=self._start,
         )[0]
 
     def _most(self) -> int | None:

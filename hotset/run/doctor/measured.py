@@ -69,11 +69,12 @@ class _Measured(NamedTuple):
     """A loader by itself.
 
     Attributes:
-        rate: samples a second.
+        rate: samples a second, of whole passes.
         main: seconds a sample in which the main thread is busy with a batch that is ready.
         cpu: processor seconds a sample, of all processes.
         release: seconds a sample that the main thread takes to give back a batch's memory. A loop does so
             within its step, when it has the next batch.
+        start: seconds a sample, of a whole pass, that starting the workers takes.
         training: samples a second with a stand-in for the program's step; None if that was not tried.
     """
 
@@ -81,6 +82,7 @@ class _Measured(NamedTuple):
     main: float
     cpu: float
     release: float
+    start: float
     training: float | None = None
 
 
@@ -138,14 +140,18 @@ class MeasuredLoader:
         sums = self._passes(None)
         samples = sums.batches * self._batch_size
         ready = self._seconds_if_ready(sums.seconds / sums.batches) / self._batch_size
-        return _Measured(self._rate(sums), ready, sums.cpu / samples, sums.release / samples)
+        start = self._start(sums) / self._batch_size
+        return _Measured(self._rate(sums), ready, sums.cpu / samples, sums.release / samples, start)
 
     def _rate(self, sums: _Pass) -> float:
         """Samples a second, of a whole pass."""
-        each = sums.seconds / sums.batches
-        if self._length is not None:
-            each += max(sums.start - self._left_out * each, 0.0) / self._length
-        return self._batch_size / each
+        return self._batch_size / (sums.seconds / sums.batches + self._start(sums))
+
+    def _start(self, sums: _Pass) -> float:
+        """What the start adds to each batch of a whole pass, in seconds."""
+        if self._length is None:
+            return 0.0
+        return max(sums.start - self._left_out * sums.seconds / sums.batches, 0.0) / self._length
 
     def _passes(self, step: StandIn | None) -> _Pass:
         """The sums of some passes, and their median start."""
