@@ -8,6 +8,7 @@ array, tensor on the CPU, bytearray     its elements; not those that hold object
 ``multiprocessing.Value``, ``Array``    the memory, read without its lock
 ``multiprocessing.Event``               whether it is set
 ``SharedMemory``, a ctypes object       the memory
+pandas' ``DataFrame``, ``Series``       each column; not a long one of texts, or with objects of any kind
 ======================================  ================================================================
 
 What a manager's proxy stands for is in another process, and is not looked at.
@@ -31,6 +32,7 @@ __all__ = ["content_of", "is_shared", "put_content", "whole_content_of"]
 
 _CONTAINERS = (list, tuple, dict, set)
 _SMALL = 4096
+_LONGEST, _TEXTS = 20_000, 1 << 20  # texts of a table's column, and their bytes: some milliseconds
 _C_DATA = ctypes.c_int.__mro__[-2]  # the base of all that ctypes lays out in memory
 
 
@@ -58,6 +60,8 @@ def content_of(value: Any, most: int) -> bytes | None:
     if _is_a(value, "multiprocessing.synchronize", "Event"):
         flag = getattr(value, "_flag", None)  # is_set() takes a lock, which a killed process may hold
         return bytes([flag.get_value() & 1]) if flag is not None else None
+    if _is_table(value):
+        return _bytes_of_table(value, most)
     if _is_a(value, "multiprocessing.shared_memory", "SharedMemory"):
         shared = getattr(value, "_buf", None)  # None once it is closed
         return bytes(shared) if shared is not None and len(shared) <= most else None
@@ -113,12 +117,15 @@ def is_shared(value: Any) -> bool:
     if issubclass(type(value), torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return bool(value.is_shared())
-    return not issubclass(type(value), (np.ndarray, bytearray, *_CONTAINERS))
+    return not (issubclass(type(value), (np.ndarray, bytearray, *_CONTAINERS)) or _is_table(value))
 
 
 def put_content(value: Any, content: bytes) -> None:
-    """Write what :func:`content_of` returned, unless other processes see it or it cannot be written to."""
-    if is_shared(value):
+    """Write what :func:`content_of` returned, unless other processes see it or it cannot be written to.
+
+    A table stays as it is: not all of it is known.
+    """
+    if is_shared(value) or _is_table(value):
         return
     if issubclass(type(value), bytearray):
         value[:] = content
@@ -139,6 +146,32 @@ def _bytes_of_tensor(tensor: torch.Tensor, most: int) -> bytes | None:
             return None
         flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
         return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def _is_table(value: Any) -> bool:
+    return _is_a(value, "pandas", "DataFrame") or _is_a(value, "pandas", "Series")
+
+
+def _bytes_of_table(table: Any, most: int) -> bytes | None:
+    """The bytes of its columns that have room, one after the other; None if none has.
+
+    Not of its memory as a whole, which reading may lay out anew.
+    """
+    columns = [table] if table.ndim == 1 else [column for _, column in table.items()]
+    parts: list[bytes] = []
+    for column in columns:
+        part = _bytes_of_column(column, most)
+        if part is not None:  # which a column has room follows from the parts: later it is the same ones
+            parts.append(part)
+            most -= len(part)
+    return b"".join(parts) if parts else None
+
+
+def _bytes_of_column(column: Any, most: int) -> bytes | None:
+    if isinstance(column.dtype, np.dtype) and not column.dtype.hasobject:
+        values = column.to_numpy()
+        return bytes(values.tobytes()) if values.nbytes <= most else None
+    return whole_content_of(column.tolist(), min(most, _TEXTS)) if len(column) <= _LONGEST else None
 
 
 def _is_a(value: Any, module: str, name: str) -> bool:

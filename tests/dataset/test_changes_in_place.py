@@ -154,6 +154,47 @@ class Labels(Dataset[Any]):
         return int(self.labels[index])
 
 
+class Table(Dataset[Any]):
+    def __init__(self) -> None:
+        import pandas
+
+        rows = {"name": [f"picture {i}" for i in range(N)], "label": np.zeros(N, np.int64), "odd": [{}] * N}
+        self.table = pandas.DataFrame(rows)
+        self.weights = pandas.Series(np.ones(N))
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        row = self.table.iloc[index]
+        return row["name"], int(row["label"]), float(self.weights[index])
+
+
+def one_cell(dataset: Any) -> None:
+    dataset.table.loc[3, "label"] += 5
+
+
+def one_text(dataset: Any) -> None:
+    dataset.table.loc[4, "name"] += "!"
+
+
+def one_weight(dataset: Any) -> None:
+    dataset.weights[5] += 1.0
+
+
+@pytest.mark.parametrize("change", [one_cell, one_text, one_weight])
+def test_a_change_of_pandas_table_takes_effect_from_the_next_pass_on(change: Any) -> None:
+    pytest.importorskip("pandas")
+    plain, held = Table(), Table()
+    expected = passes(DataLoader(plain, batch_size=5), lambda: change(plain), 2)
+    with recorded() as told, hotset.cache(held, memory="1MiB") as cached:
+        for found, wanted in zip(
+            passes(hotset.DataLoader(cached, batch_size=5), lambda: change(held), 2), expected, strict=True
+        ):
+            equal_batches(found, wanted)
+    assert [w for w in told if "has changed, and samples may depend on it" in str(w.message)]
+
+
 @pytest.mark.parametrize("made_by", rarely(list(LOADERS), "hotset"))
 def test_spawned_workers_read_what_has_changed(made_by: str) -> None:
     arguments: dict[str, Any] = {"batch_size": 5, "num_workers": 1, "multiprocessing_context": "spawn"}
