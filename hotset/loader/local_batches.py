@@ -3,9 +3,9 @@
 Three blocks are in use: that of the batch that the consumer holds, that of the next batch, and that of the
 batch that a thread gathers meanwhile. More would not fit into the processor's cache.
 
-A thread gathers ahead while the consumer computes. Batches are gathered in the consumer's thread instead if
-they take no longer than the hand-over (about 100 us, two megabytes), or if the consumer comes back at once
-and would only wait for the thread.
+A thread gathers ahead while the consumer computes, or while its thread looks up the next batch and lays it
+out. Small batches are gathered in the consumer's thread: below a megabyte the hand-over takes longer than the
+copy.
 
 Small batches are gathered several at once, as far as their indices are known without a draw: for 32 rows of
 210 bytes, looking up and laying out took ten times as long as copying. Each is still a batch of its own, and
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import time
 import weakref
 from collections import deque
@@ -41,7 +40,7 @@ from hotset.store.torch_threads import HelperThread, one_thread
 
 __all__ = ["LocalBatches"]
 
-_WORTH_A_THREAD = 2 << 20
+_WORTH_A_THREAD = 1 << 20
 _AHEAD = 2
 _FETCHED_AHEAD = 64 << 20
 _LONGEST_RUN = 64
@@ -115,8 +114,6 @@ class LocalBatches:
         self._summary = summary
         self._ahead: HelperThread[Copy | None] = HelperThread("hotset-gather")
         self._several: _Several | None = None
-        self._handed_over = math.inf  # when the last batch was handed over; none was so far
-        self._cost = float("inf")  # seconds that gathering a batch took; unknown at first
         self._selected: Any = None
         self._prefetched = 0 if route.spills else None  # how many of the next batches are prefetched
         self._readahead: HelperThread[None] = HelperThread("hotset-fetch")
@@ -135,7 +132,7 @@ class LocalBatches:
         if self._has_peers and not (self._several is not None and self._several.left > 1):
             self._ask_ahead()
         try:
-            batch = self._make(indices, start - self._handed_over)
+            batch = self._make(indices)
         except SampleStopped as error:
             raise stopped(error) from None
         except BaseException:
@@ -162,9 +159,8 @@ class LocalBatches:
 
     def _hand_over(self, samples: int, start: float) -> None:
         self._draws.top_up()
-        self._handed_over = time.perf_counter()
         self._run.count(samples)
-        self._summary._count(samples, self._handed_over - start)
+        self._summary._count(samples, time.perf_counter() - start)
 
     # ---- hotset.device.gpu_cache.SampleSelector ------------------------------------------------------
 
@@ -243,8 +239,8 @@ class LocalBatches:
         if resolved is not None and self._single is not None:
             self._single._access.ask_ahead(self._route.sample_ids(resolved))
 
-    def _make(self, indices: Any, away: float) -> Any:
-        """The batch of these indices, for a consumer that was away for so many seconds."""
+    def _make(self, indices: Any) -> Any:
+        """The batch of these indices."""
         if self._several is not None:
             made = self._several.next()
             self._several = self._several if made.more else None
@@ -257,11 +253,8 @@ class LocalBatches:
         if resolved is None or self._gather is None:
             return self._build(indices, resolved)
         ids = self._route.sample_ids(resolved)
-        pending = self._ahead.pending
-        # The helper thread waits for the disk, while this thread prefetches the next batches.
-        gains = away > self._cost / 2 or self._prefetched is not None
-        worth = self._gather.size(len(resolved)) >= _WORTH_A_THREAD and gains
-        if pending or worth:
+        worth = self._gather.size(len(resolved)) >= _WORTH_A_THREAD
+        if self._ahead.pending or worth:
             batch = self._gather_ahead(ids, _AHEAD if worth else 0)
         else:
             batch = self._gather_here(ids)
@@ -291,13 +284,11 @@ class LocalBatches:
         assert self._gather is not None
         if not self._gather.holds(ids):
             return None  # to look for the next ones takes longer
-        start = time.perf_counter()
         run = [ids, *self._known(self._gather.run_length(len(ids), self._longest) - 1)]
         copy = self._gather.prepare(ids if len(run) == 1 else np.concatenate(run))
         if copy is None:
             return None
         one_thread(copy.run)
-        self._cost = (time.perf_counter() - start) / len(run)
         if len(run) == 1:
             return self._gather.finish(copy)
         self._several = _Several(self._gather, copy, run)
