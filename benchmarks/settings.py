@@ -60,8 +60,11 @@ class Settings:
 
     @property
     def ragged_bytes(self) -> int:
-        """Bytes of a ragged dataset in all, of whatever mean length."""
-        return (1 << 20) if self.quick else (64 << 20)
+        """Bytes of a ragged dataset in all, of whatever mean length.
+
+        Of 64 MB an epoch takes 8 ms, and a pass over a list of tensors begins in 4 ms.
+        """
+        return (1 << 20) if self.quick else (512 << 20)
 
     @property
     def molecules(self) -> int:
