@@ -28,6 +28,7 @@ from hotset.run.program import run_program
 __all__ = ["NO_LOADER", "doctor"]
 
 NO_LOADER = 3  # the exit code of a program that iterates over no loader
+_LONGEST_LINE = 1000  # characters: a reason that is cut tells nothing
 _LOOK_SECONDS = 0.05
 _PAUSE_SECONDS = 3.0  # a process that is stopped for longer goes on, whatever the program does
 
@@ -91,7 +92,7 @@ def _tell(seen: Observed, command: str, as_json_text: bool) -> None:
         sys.stdout.write(json.dumps(as_json(seen, found, given), indent=2) + "\n")
         return
     text = lines(seen, found, given, printable(command, 60))
-    sys.stderr.write("".join(f"{printable(line)}\n" for line in text))
+    sys.stderr.write("".join(f"{printable(line, _LONGEST_LINE)}\n" for line in text))
 
 
 def _no_loader(ledger: str, command: str) -> str:
@@ -179,7 +180,10 @@ class _Watcher:
             _say("that is enough to judge by; the program goes on, and the report follows when it has ended.")
             return
         self.ended = True
-        _say("that is enough to judge by; the program is ended as by Ctrl-C.")
+        _say(
+            "that is enough to judge by; the program is ended as by Ctrl-C, of which it may print a "
+            "KeyboardInterrupt; the report follows."
+        )
         end_program(program, lambda: training_processes(str(self._ledger)), _say, (self._ledger / TOLD).touch)
 
     def _say_tries(self) -> None:

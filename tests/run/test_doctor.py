@@ -503,6 +503,8 @@ def seen(**changes: Any) -> Observed:
         step_drops=False,
         gpu=None,
         step_beside=6.4e-3,
+        step_beside_cpu=6.4e-3,
+        epoch_samples=100_000.0,
         first_wait=0.2,
         fetch=Fetch(cpu=4e-3, blocked=0.0, send=1e-5, receive=1e-5),
         collate=1e-5,
@@ -590,6 +592,40 @@ def test_what_each_worker_takes_to_start_counts_against_more_of_them() -> None:
     slow = {**tried(500.0, 4e-3), "start": 1e-4}
     late = predict(seen(trial={**seen().trial, "loaders": {"plain-2": slow}}), cores=16)
     assert 1 <= late.workers < found.workers
+
+
+def test_where_an_epoch_reads_a_part_of_the_samples_it_says_when_a_cache_helps() -> None:
+    notes = [one.note for one in advice(seen(epoch_samples=5_000.0), "p") if "cache(" in one.line]
+    assert notes
+    assert all("an epoch here reads 5% of them" in note for note in notes)
+
+
+def test_threads_that_spin_beside_workers_do_so_over_a_cache_with_torchs_loader_too() -> None:
+    spinning = seen(
+        step=Step(1e-6, 1e-6),
+        step_beside=64e-3,
+        step_beside_cpu=128e-3,
+        trial={**seen().trial, "loaders": {"cached-2": tried(8000.0, 1e-4), "torch-2": tried(8000.0, 1e-4)}},
+    )
+    rates = {one.line[-20:]: one.samples_per_second for one in advice(spinning, "p", cores=4)}
+    (torchs,) = (rate for line, rate in rates.items() if line.endswith("as it is"))
+    (ours,) = (rate for line, rate in rates.items() if line.endswith("num_workers=2)"))
+    assert torchs <= 1000.0 < ours
+
+
+def test_steps_that_differ_because_their_threads_spin_are_as_long_as_alone() -> None:
+    beside = [StepLength(length, 2 * length, length) for length in (1e-3, 20e-3, 4e-3, 7e-3) * 5]
+    alone = [StepLength(1e-3, 1e-3, 1e-3)] * 8
+    mean = StepLength(8e-3, 16e-3, 8e-3)
+    assert step_alone(mean, beside, alone)[0].seconds == pytest.approx(1e-3)
+    assert step_alone(mean, beside, alone[:7])[0] == mean  # too few of steps that may be of two kinds
+
+
+def test_more_bytes_from_a_disk_than_were_asked_for_are_of_mapped_files() -> None:
+    mapped = seen(read_bytes=16.0, disk_bytes=2700.0)
+    (text,) = (line for line in lines(mapped, predict(mapped), [], "p") if line.startswith("  reads"))
+    assert "of them" not in text
+    assert "mapped files" in text
 
 
 def test_no_rate_is_above_that_of_the_steps_alone() -> None:

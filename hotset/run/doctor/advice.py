@@ -33,6 +33,7 @@ _ALIKE = 0.03  # of two gains that differ by less, the one that takes less memor
 _LEAST_BATCHES_OF_A_WORKER = 4
 _SMALLER = 0.5  # a transform that leaves more of a sample is not worth another order
 _ROOM = 1.1  # of the samples' bytes, by the size of a few: others may be larger
+_WHOLE = 0.8  # of the samples in an epoch: the rest may be dropped
 _FEW_OTHERS = 0.2  # processors that other programs may take
 _FACTOR = (0.75, 1.33)  # beyond these the arithmetic has missed what bounds the program
 
@@ -159,25 +160,39 @@ class _Model:
     def torchs(self, fits: float) -> float | None:
         """Samples a second of a rank with such a cache and torch's loader, as the program has it."""
         row = self.seen.trial["loaders"].get(f"torch-{self.seen.workers}")
-        return None if row is None else self._tried(row, self.seen.workers, self.seen.workers > 0, fits)
+        return None if row is None else self._of_torchs(row, fits)
 
     def run(self, fits: float) -> float | None:
         """Samples a second of a rank below ``hotset run``, if this share of the decoders' results fits."""
-        workers = self.seen.workers
-        row = self.seen.trial["loaders"].get(f"run-{workers}")
-        return None if row is None else self._tried(row, workers, workers > 0, fits)
+        row = self.seen.trial["loaders"].get(f"run-{self.seen.workers}")
+        return None if row is None else self._of_torchs(row, fits)
 
     def as_tried(self) -> float | None:
         """Samples a second of a rank with the loader that the program has, from its rate in the trial."""
         row = _torch(self.seen, self.seen.workers)
-        return None if row is None else self._tried(row, self.seen.workers, self.seen.workers > 0, 1.0)
+        return None if row is None else self._of_torchs(row, 1.0)
+
+    def _of_torchs(self, row: dict[str, float], fits: float) -> float:
+        """With torch's loader, whose workers run beside the step as they do now."""
+        workers, seen, step = self.seen.workers, self.seen, self._step
+        if workers and not row["training"]:
+            # Threads of the step that spin beside workers will do so then, too.
+            beside = Step(seen.step_beside / seen.batch_size, seen.step_beside_cpu / seen.batch_size)
+            step = beside if beside.seconds > step.seconds else step
+        return self._tried(row, workers, workers > 0, fits, step=step)
 
     def _tried(
-        self, row: dict[str, float], workers: int, overlaps: bool, fits: float, spared: float = 0.0
+        self,
+        row: dict[str, float],
+        workers: int,
+        overlaps: bool,
+        fits: float,
+        spared: float = 0.0,
+        step: Step | None = None,
     ) -> float:
         """With a loader whose hits were tried."""
         hits = Loader(row["rate"], row["main"], row["cpu"], overlaps)
-        step = _longer(self._step, row["release"])
+        step = _longer(self._step if step is None else step, row["release"])
         seconds = max(1.0 / hits.alone - spared / max(workers, 1), 0.1 / hits.alone)
         less = hits._replace(alone=1.0 / seconds, cpu=max(hits.cpu - spared, 0.1 * hits.cpu))
         loader = mixed(less, loader_with(workers, self.fetch, self.cores), fits) if fits < 1.0 else less
@@ -266,10 +281,20 @@ def _of_run(model: _Model, command: str) -> list[Advice]:
     rate = model.run(fits)
     if rate is None:
         return []
-    note = f"from the second epoch on; keeps what {seen.decoders[0].name} returns"
+    note = f"{_from(seen)}; keeps what {seen.decoders[0].name} returns"
     if fits < 1.0:
         size, note = fits * size, f"{note}, of {fits:.0%} of the samples"
     return [_advice(model, f"hotset run -- {command}", rate, size or None, note)]
+
+
+def _from(seen: Observed) -> str:
+    """From when on the cache gives that."""
+    if seen.epoch_samples is None or not seen.length:
+        return "from the second epoch on"
+    share = seen.ranks * seen.epoch_samples / seen.length
+    if share >= _WHOLE:
+        return "from the second epoch on"
+    return f"once all samples were read: an epoch here reads {share:.0%} of them"
 
 
 def _of_cache(model: _Model) -> list[Advice]:
@@ -288,7 +313,7 @@ def _of_cache(model: _Model) -> list[Advice]:
         if rate is None:
             continue
         line = f'hotset.cache(dataset, memory="{named}"), hotset.DataLoader(..., num_workers={workers})'
-        note = "from the second epoch on"
+        note = _from(seen)
         if seen.trial.get("given"):  # a library's own kind of loader sets these by itself
             note += f"; with {' and '.join(seen.trial['given'])}, as the program's loader has"
         if fits < 1.0:
@@ -314,7 +339,7 @@ def _of_cache(model: _Model) -> list[Advice]:
             ]
     rate = model.torchs(fits)
     if rate is not None:
-        note = "from the second epoch on; for a loader that a library makes, such as timm's or the Trainer's"
+        note = f"{_from(seen)}; for a loader that a library makes, such as timm's or the Trainer's"
         line = f'hotset.cache(dataset, memory="{named}"), with the loader as it is'
         found.append(_advice(model, line, rate, min(total, plan["room"]), note))
     return found
@@ -359,7 +384,7 @@ def _of_earlier(model: _Model) -> list[Advice]:
     if rate is None:
         return []
     line = f"{earlier.name} before {earlier.first}, with hotset.cache"
-    note = f"from the second epoch on; other samples than now, as {earlier.first} then works on smaller ones"
+    note = f"{_from(seen)}; other samples than now, as {earlier.first} then works on smaller ones"
     return [_advice(model, line, rate, min(size, plan["room"]), note)]
 
 

@@ -37,6 +37,7 @@ from hotset.run.doctor.fetching import Fetching
 from hotset.run.doctor.ledger import Ledger
 
 __all__ = [
+    "ONE_THREAD",
     "LoaderSettings",
     "Loop",
     "StepLength",
@@ -50,6 +51,7 @@ __all__ = [
 _ALONE_STEPS, _ALONE_SHARE = 8, 0.01
 _LEAST_ALONE = 3
 _LONGEST_ALONE_SECONDS = 2.0  # a longer step is not measured alone
+ONE_THREAD = 1.2  # processor seconds in a second of a step, which threads that do little beside may take
 _UNLIKE = 0.5  # steps whose processor time differs by this share of their length are not of one kind
 _DEFAULT_BATCH = 32
 _STEPS_KEPT = 128  # they are most of what is written
@@ -289,7 +291,8 @@ def step_alone(
     """A step beside no workers, and whether it drops a batch; the mean of all, if too few were alone.
 
     The steps that were measured alone are few: they give the ratio to the others, not the length. That holds
-    for steps of one kind. Where gradients are accumulated, those alone may all be of the other kind.
+    for steps of one kind. Where gradients are accumulated, those alone may all be of the other kind. But
+    steps of several threads differ because these spin while a worker has their core: alone they do not.
 
     Args:
         mean: of all steps beside workers.
@@ -300,7 +303,8 @@ def step_alone(
         return mean, True
     usual = statistics.fmean(one.seconds for one in beside)
     tenths = statistics.quantiles([one.cpu for one in beside], n=10)
-    if tenths[-1] - tenths[0] > _UNLIKE * usual:
+    spin = statistics.fmean(one.cpu for one in beside) > ONE_THREAD * usual
+    if tenths[-1] - tenths[0] > _UNLIKE * usual and not (spin and len(alone) >= _ALONE_STEPS):
         return mean, True
     # Without the shortest and the longest. Not medians of both kinds: beside workers, where large batches are
     # dropped, the mean is a sixth above the median, and no step alone is longer for that.

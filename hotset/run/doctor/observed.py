@@ -48,6 +48,8 @@ class Observed(NamedTuple):
         step_drops: whether that has the time in which it gives the memory of the batch before back.
         gpu: seconds a step that it takes on the GPU; None if none was used.
         step_beside: its seconds a step, as it was beside the workers.
+        step_beside_cpu: the processor time in that, of all threads.
+        epoch_samples: of a pass of one rank, as the loop goes through it; None if that is not known.
         first_wait: seconds until the first batch of a pass was there, typically.
         fetch: what a sample costs in its worker, and to hand over.
         collate: processor seconds of that which are the collate function's, a sample.
@@ -72,6 +74,8 @@ class Observed(NamedTuple):
     step_drops: bool
     gpu: float | None
     step_beside: float
+    step_beside_cpu: float
+    epoch_samples: float | None
     first_wait: float
     fetch: Fetch
     collate: float
@@ -206,6 +210,8 @@ def _put_together(
         step_drops=drops and alone.seconds > (gpu or 0.0),
         gpu=gpu,
         step_beside=step_beside,
+        step_beside_cpu=StepLength.mean(sums).cpu,
+        epoch_samples=None if loops[0]["pass_batches"] is None else batch * loops[0]["pass_batches"],
         first_wait=statistics.median([wait for loop in loops for wait in loop["first_waits"]] or [0.0]),
         fetch=fetches.cost._replace(receive=receive),
         collate=fetches.collate,

@@ -18,13 +18,12 @@ import time
 
 import torch
 
-from hotset.run.doctor.loop import StepLength
+from hotset.run.doctor.loop import ONE_THREAD, StepLength
 
 __all__ = ["StandIn"]
 
 _ELEMENTS = 1 << 12  # of an operation that takes some microseconds
 _TRIES, _TRY_SECONDS = 9, 0.3
-_ONE_THREAD = 1.2  # processor seconds in a second, which threads that do little beside may take
 _LONGEST_SECONDS = 0.5  # a longer step leaves no doubt that a cache keeps up with it
 
 
@@ -50,7 +49,7 @@ class StandIn:
     @classmethod
     def of(cls, length: StepLength) -> StandIn | None:
         """The stand-in of such a step; None if there is none."""
-        if length.seconds > _LONGEST_SECONDS or length.cpu > _ONE_THREAD * length.seconds:
+        if length.seconds > _LONGEST_SECONDS or length.cpu > ONE_THREAD * length.seconds:
             return None
         return cls(length)
 

@@ -5,7 +5,7 @@
     hotset doctor: python train.py, 1,180 steps of 64 samples with 2 workers
       now             1,320 samples/s; training waits for data 62% of the time
       a step          30.1 ms of waiting for the loader, 18.4 ms of its own
-      at most         3,480 samples/s, whatever the loader: the step alone takes that long
+      at most         about 3,480 samples/s, whatever the loader: the steps alone take that long, unless ...
       a sample        1.51 ms of processor time in its worker, 0 ms of waiting for a disk, a network or ...
       of that         PIL.Image.Image.load 0.92 ms, collate 0.03 ms
       what would help, the best first:
@@ -40,7 +40,7 @@ def lines(seen: Observed, found: Prediction, given: Sequence[Advice], command: s
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-5 or seconds < 5e-8 else f"{seconds * 1e6:.2g} us"
 
 
 def _facts(seen: Observed, found: Prediction) -> list[tuple[str, str]]:
@@ -56,7 +56,11 @@ def _facts(seen: Observed, found: Prediction) -> list[tuple[str, str]]:
             + _less_alone(seen)
             + (f", {_ms(seen.gpu)} on the GPU" if seen.gpu is not None else ""),
         ),
-        ("at most", f"{found.limit:,.0f} samples/s, whatever the loader: the steps alone take that long"),
+        (
+            "at most",
+            f"about {found.limit:,.0f} samples/s, whatever the loader: the steps alone take that long, "
+            "unless they are faster where none waits",
+        ),
         ("a sample", _of_sample(seen)),
     ]
     parts = _parts(seen)
@@ -68,14 +72,23 @@ def _facts(seen: Observed, found: Prediction) -> list[tuple[str, str]]:
         )
         facts.append(("elsewhere", text + " here"))
     if seen.read_bytes:
-        disk = "" if seen.disk_bytes is None else f", {format_bytes(seen.disk_bytes)} of them from a disk"
-        facts.append(("reads", f"{format_bytes(seen.read_bytes)} a sample{disk}"))
+        facts.append(("reads", f"{format_bytes(seen.read_bytes)} a sample{_of_disk(seen)}"))
     if seen.memory is not None:
         growth = ""
         if seen.growth is not None and seen.growth > (1 << 20):
             growth = f"; it grows by {format_bytes(60 * seen.growth)} a minute"
         facts.append(("memory", f"{format_bytes(seen.memory)} in each worker{growth}"))
     return facts
+
+
+def _of_disk(seen: Observed) -> str:
+    if seen.disk_bytes is None:
+        return ""
+    if seen.disk_bytes > (seen.read_bytes or 0.0):
+        return (
+            f" by calls of the system; {format_bytes(seen.disk_bytes)} come from a disk, as mapped files do"
+        )
+    return f", {format_bytes(seen.disk_bytes)} of them from a disk"
 
 
 def _less_alone(seen: Observed) -> str:
