@@ -152,6 +152,9 @@ def best_workers(
 ) -> tuple[int, float]:
     """The least number of workers whose rate is nearly the best, and that rate.
 
+    Workers that could run while all cores are taken only hinder each other: on two cores three of them
+    decoded 5 % less than two. So there are no more than keep the cores busy, with those that wait meanwhile.
+
     Args:
         fetch: the cost of a sample.
         step: the rest of the training.
@@ -168,7 +171,9 @@ def best_workers(
         >>> best_workers(Fetch(cpu=1e-6, send=30e-6, receive=30e-6), Step(1e-3, 0.0), cores=8)[0]
         0
     """
-    bound = max(2, round(cores * _MOST_WORKERS_PER_CORE))
+    busy = fetch.cpu + fetch.send
+    for_each_core = 1.0 + fetch.blocked / busy if busy > 0.0 else math.inf
+    bound = max(1, round(cores * min(for_each_core, _MOST_WORKERS_PER_CORE)))
     bound = bound if most is None else min(bound, most)
     loaders = [loader_with(count, fetch, cores) for count in range(bound + 1)]
     if without is not None:

@@ -37,7 +37,9 @@ def test_the_best_number_is_nearly_as_fast_as_any_and_no_smaller_one_is(
     fetch: Fetch, step: Step, cores: int
 ) -> None:
     best, rate = best_workers(fetch, step, cores)
-    rates = [training_rate(loader_with(count, fetch, cores), step, cores) for count in range(cores * 16 + 1)]
+    waiting = 1 + fetch.blocked / (fetch.cpu + fetch.send)  # workers for each that is busy
+    most = max(1, round(cores * min(waiting, 16)))
+    rates = [training_rate(loader_with(count, fetch, cores), step, cores) for count in range(most + 1)]
     assert rate == rates[best] >= 0.98 * max(rates)
     assert all(fewer < 0.98 * max(rates) for fewer in rates[:best])
 
@@ -47,6 +49,10 @@ def test_a_source_that_waits_wants_as_many_workers_as_the_step_takes() -> None:
     best, rate = best_workers(Fetch(cpu=0.0, blocked=20e-3), Step(2e-3, 0.0), cores=4)
     assert 10 <= best <= 14
     assert rate == pytest.approx(500, rel=0.05)
+
+
+def test_workers_that_never_wait_are_no_more_than_cores() -> None:
+    assert best_workers(Fetch(cpu=4e-3, blocked=1e-5, send=1e-5), Step(4e-3, 0.0), cores=2)[0] == 2
 
 
 def test_ranks_share_the_cores() -> None:
