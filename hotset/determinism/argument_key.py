@@ -41,6 +41,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from hotset.determinism.contents import bytes_of
+
 __all__ = ["ArgumentKey", "NoIdentity", "Parameters", "describe_arguments", "file_version"]
 
 _LARGEST_ARRAY = 64 << 10
@@ -173,12 +175,7 @@ def _tensor(to: _Description, value: torch.Tensor, depth: int) -> None:
     if value.nbytes > _LARGEST_ARRAY:
         raise NoIdentity(f"a tensor of {value.nbytes:,} bytes (up to {_LARGEST_ARRAY:,} have one)")
     flags = f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.requires_grad}".encode()
-    plain = (
-        value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
-        if value.numel()
-        else b""
-    )
-    to.put(b"at" + flags, bytes(plain))
+    to.put(b"at" + flags, bytes_of(value))
     to.fixed = False
 
 

@@ -114,7 +114,8 @@ def integers_of(tensor: torch.Tensor) -> Array:
     plain = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg().cpu()
     if plain.is_complex():
         plain = torch.view_as_real(plain)
-    return plain.view(_INTEGERS[plain.element_size()]).numpy()
+    # Not plain.numpy(): after that the user's tensor could not be resized any more.
+    return np.from_dlpack(plain.view(_INTEGERS[plain.element_size()]))
 
 
 def file_behind(array: Array) -> FileRange | None:

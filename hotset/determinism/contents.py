@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["content_of", "is_shared", "put_content", "whole_content_of"]
+__all__ = ["bytes_of", "content_of", "is_shared", "put_content", "whole_content_of"]
 
 _CONTAINERS = (list, tuple, dict, set)
 _SMALL = 4096
@@ -138,21 +138,22 @@ def put_content(value: Any, content: bytes) -> None:
 
 
 def _bytes_of_tensor(tensor: torch.Tensor, most: int) -> bytes | None:
-    if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and not tensor.requires_grad:
-        try:
-            plain_array = tensor.numpy()  # most tensors have an array, by which this takes a fourth as long
-        except (TypeError, RuntimeError):
-            pass
-        else:
-            return plain_array.tobytes() if plain_array.nbytes <= most else None
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return None
     with torch._C.DisableTorchFunctionSubclass():
         plain = tensor.layout is torch.strided and tensor.device.type == "cpu"
         if not plain or tensor.is_quantized or tensor.is_nested or tensor.nbytes > most:
             return None
-        flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-        return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+        return bytes_of(tensor)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """The elements of a strided tensor on the CPU, in order.
+
+    Not by ``tensor.numpy()``: after that the user's tensor could not be resized any more.
+    """
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return ctypes.string_at(flat.data_ptr(), flat.nbytes) if flat.numel() else b""
 
 
 def _is_table(value: Any) -> bool:

@@ -682,3 +682,24 @@ def test_what_a_dataset_holds_is_looked_at_once_as_a_pass_begins(workers: int) -
         cached.dataset.bits[3] = 5
         with pytest.warns(hotset.HotsetWarning, match=r"Bits\.bits has changed"):
             assert sorted(torch.cat(list(loader)).tolist()) == [0] * (N - 1) + [5]
+
+
+class Scaled(Dataset[Any]):
+    def __init__(self) -> None:
+        self.data, self.scale = torch.arange(48.0).view(N, 4).clone(), torch.ones(4)
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.data[index] * self.scale
+
+
+def test_tensors_that_are_looked_at_may_still_be_resized() -> None:
+    """After ``tensor.numpy()`` torch refuses to."""
+    held = Scaled()
+    with recorded(), hotset.cache(held, memory="1MiB") as cached:
+        list(hotset.DataLoader(cached, batch_size=4))
+        held.data.resize_(100, 4)
+        held.scale.resize_(400)
+    assert held.data.shape == (100, 4)
