@@ -20,16 +20,18 @@ def _without_this_folder() -> None:
 def _start() -> None:
     # Python's collector counts what is allocated, and looks at all objects now and then. If what is imported
     # here moved that moment behind the fork of each worker, each would take 0.1 s longer for its first batch.
+    collects = gc.isenabled()
     gc.disable()
     try:
         from hotset.run.start import start
-
-        start()
     except ImportError as error:
         _say_missing(error)
+    else:
+        start()
     finally:
         gc.freeze()
-        gc.enable()
+        if collects:
+            gc.enable()
 
 
 def _say_missing(error: ImportError) -> None:
