@@ -408,3 +408,26 @@ def test_what_does_not_go_together_is_a_sentence(arguments: dict[str, Any], says
     assert found.kind is hotset.ArgumentError
     assert says in found.text
     assert is_a_sentence(found.text)
+
+
+class Large(Dataset[Any]):
+    """Pictures of many sizes, a megabyte a few of them, with texts, and one in a form of its own."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        from PIL import Image
+
+        draw = np.random.default_rng(index)
+        picture = Image.fromarray(draw.integers(0, 256, (300 + 10 * index, 300, 3), np.uint8))
+        more = {"odd": [1, "two"]} if index == 5 else {}
+        return {"picture": picture, "name": f"{index}" * (index + 1), **more}
+
+
+@pytest.mark.parametrize("order", [range(8), [6, 1, 5, 5, 0, 7, 2], [3]])
+def test_hits_of_a_batch_that_are_large_together_are_those_asked_for(order: Sequence[int]) -> None:
+    with recorded(), hotset.cache(Large(), memory="64MiB") as cached:
+        cached.fill()
+        assert cached.stats().cached == 8
+        indistinguishable(cached.__getitems__(list(order)), [Large()[index] for index in order])
