@@ -1,10 +1,11 @@
 """Batches of records between two processes on two Ray nodes: by ZeroMQ, as Ray objects, and over bare TCP.
 
-All three bring the same rows, out of the same store, in the same order of requests, four of them in flight.
+All bring as many bytes, those of hotset and Ray out of the same store; four requests are in flight.
 
 =============== =========================================================================================
 TCP copy loop   sends bytes that lie there already, and receives them into memory that is there already:
                 no record is looked up, copied out of the store, verified or encrypted
+encrypted       the same with hotset's cipher at both ends (:mod:`benchmarks.tcp_loop`)
 ZeroMQ          what hotset does: copied out of the store, encrypted, sent, decrypted, verified
 without keys    the same without encryption
 Ray objects     an actor's method copies the rows out of the store and returns them: an object for each batch,
@@ -24,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import tcp_loop
 from benchmarks.cluster_nodes import Nodes
 from benchmarks.cluster_rank import Noise
 from benchmarks.harness import Comparison, Unfit, compare
@@ -36,11 +38,12 @@ from hotset.store.store import Store
 
 __all__ = ["FAIR", "HOTSET", "OBJECTS", "PLAIN", "compared"]
 
-PLAIN, HOTSET, FAIR, OBJECTS = "TCP copy loop", "ZeroMQ", "ZeroMQ without keys", "Ray objects"
+PLAIN, ENCRYPTED = "TCP copy loop", "TCP copy loop, encrypted"
+HOTSET, FAIR, OBJECTS = "ZeroMQ", "ZeroMQ without keys", "Ray objects"
 _IN_FLIGHT = 4
-_RING = 4
 _FINGERPRINT = bytes(16)
 _HERE = "127.0.0.1"
+_KEY = bytes(range(32))  # of the encrypted loop
 _MOST = 1 << 26
 
 
@@ -83,13 +86,12 @@ class _Owner:
         shelves = {_FINGERPRINT: self._shelf}
         self._keyed = RecordServer(_HERE, shelves, keys, {allowed})
         self._bare = RecordServer(_HERE, shelves, None)
-        self._server = socket.create_server((_HERE, 0))
         self._batch_bytes = batch * schema.stride
-        threading.Thread(target=self._send, daemon=True).start()
+        loops = {PLAIN: self._loop(None), ENCRYPTED: self._loop(_KEY)}
         self._said = {
             HOTSET: self._keyed.endpoint,
             FAIR: self._bare.endpoint,
-            PLAIN: self._server.getsockname()[1],
+            **loops,
             "key": keys.public,
             "cache": self._shelf.cache,
         }
@@ -102,13 +104,12 @@ class _Owner:
         """The records of these samples, as an object."""
         return self._shelf.take(ids, np.empty(self._batch_bytes, np.uint8)).batch.rows
 
-    def _send(self) -> None:
-        batch = np.ones(self._batch_bytes, np.uint8).data
-        connection, _ = self._server.accept()
-        with connection:
-            while ordered := connection.recv(64):
-                for _ in ordered:
-                    connection.sendall(batch)
+    def _loop(self, key: bytes | None) -> int:
+        """Begin to serve a loop; returns its port."""
+        server = socket.create_server((_HERE, 0))
+        sending = threading.Thread(target=tcp_loop.send, args=(server, self._batch_bytes, key), daemon=True)
+        sending.start()
+        return int(server.getsockname()[1])
 
 
 class _Asker:
@@ -127,7 +128,8 @@ class _Asker:
 
         with contextlib.ExitStack() as stack:
             ways = {
-                PLAIN: self._plain(stack, batch * cache.stride),
+                PLAIN: self._plain(stack, PLAIN, batch * cache.stride, None),
+                ENCRYPTED: self._plain(stack, ENCRYPTED, batch * cache.stride, _KEY),
                 HOTSET: self._asked(stack, HOTSET, self._keys, ids),
                 FAIR: self._asked(stack, FAIR, None, ids),
                 OBJECTS: self._objects(ids),
@@ -139,21 +141,14 @@ class _Asker:
                 title=f"batches of {batch} records of {size:,} bytes, between two Ray nodes",
                 unit="MB/s",
                 subjects=(HOTSET, FAIR),
-                limits=(PLAIN,),
+                limits=(PLAIN, ENCRYPTED),
             )
 
-    def _plain(self, stack: contextlib.ExitStack, size: int) -> Iterator[int]:
-        connection = stack.enter_context(socket.create_connection((_HERE, self._where[PLAIN])))
-        ring = [np.zeros(size, np.uint8).data for _ in range(_RING)]
-        connection.sendall(b"n" * _IN_FLIGHT)
-        turn = 0
+    def _plain(self, stack: contextlib.ExitStack, way: str, size: int, key: bytes | None) -> Iterator[int]:
+        connection = stack.enter_context(socket.create_connection((_HERE, self._where[way])))
+        received = tcp_loop.receiver(connection, size, key)
         while True:
-            into, got = ring[turn % _RING], 0
-            while got < size:
-                got += connection.recv_into(into[got:])
-            connection.sendall(b"n")
-            turn += 1
-            yield size
+            yield received()
 
     def _asked(
         self, stack: contextlib.ExitStack, way: str, keys: Keys | None, ids: Callable[[], Any]

@@ -1,9 +1,9 @@
 """Records from another process over TCP, against the same bytes sent and received and nothing else.
 
-The limit is a plain copy loop: one process sends a batch's bytes with ``sendall``, the other receives them
-with ``recv_into`` into a ring of blocks that are there already. Hotset's path does the same for batches that
-are asked for by number, copies records out of a store, and verifies each one's checksum; once with
-keys, which encrypt every byte on one side and decrypt it on the other, and once without.
+The limit is a plain copy loop (:mod:`benchmarks.tcp_loop`), bare, and with the cipher of hotset's
+connections and nothing else. Hotset's path does the same for batches that are asked for by number, copies
+records out of a store, and verifies each one's checksum; once with keys, which encrypt every byte on one side
+and decrypt it on the other, and once without.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import tcp_loop
 from benchmarks.harness import Outcome, Target, Unfit, compare
 from benchmarks.settings import Settings
 from hotset.store.schema import Schema
@@ -26,8 +27,8 @@ from hotset.store.store import Store
 
 __all__ = ["peers"]
 
+PLAIN, ENCRYPTED = "TCP copy loop", "TCP copy loop, encrypted"
 _IN_FLIGHT = 4
-_RING = 4
 _FINGERPRINT = bytes(16)
 # Bytes of a sample, the most bytes of its tail, and samples of a batch.
 _SHAPES = {
@@ -59,22 +60,23 @@ def peers(settings: Settings) -> Outcome:
         with contextlib.closing(Store.create(schema, count, limit, about={"name": "bench"})) as store:
             store.fill(np.arange(count), make, keep=False)
             with (
-                _plain(store, batch, settings) as plain,
+                _plain(store, batch, settings, None) as plain,
+                _plain(store, batch, settings, os.urandom(32)) as encrypted,
                 _hotset(store, batch, settings, True) as keyed,
                 _hotset(store, batch, settings, False) as bare,
             ):
                 found = compare(
-                    {"TCP copy loop": plain, "with keys": keyed, "without keys": bare},
-                    "TCP copy loop",
+                    {PLAIN: plain, ENCRYPTED: encrypted, "with keys": keyed, "without keys": bare},
+                    PLAIN,
                     settings.pairs,
                     title=f"batches of {batch} records of {name}, between two processes",
                     unit="MB/s",
                     subjects=("with keys", "without keys"),
-                    limits=("TCP copy loop",),
+                    limits=(PLAIN, ENCRYPTED),
                 )
         outcome.comparisons.append(found)
         for entry in ("with keys", "without keys"):
-            ratio = found.ratio(entry, "TCP copy loop")
+            ratio = found.ratio(entry, PLAIN)
             text = f"{name}, {entry}: to a plain TCP copy loop"
             reason = found.rows[entry].unfit
             outcome.targets.append(Target(text, ratio, 0.7, reason=reason))
@@ -117,33 +119,16 @@ def _rate(next_batch: Callable[[], int], seconds: float) -> float:
 
 
 @contextlib.contextmanager
-def _plain(store: Store, batch: int, settings: Settings) -> Iterator[Callable[[], float]]:
+def _plain(store: Store, batch: int, settings: Settings, key: bytes | None) -> Iterator[Callable[[], float]]:
     size = _batch_bytes(store, batch)
 
-    def send(end: int) -> None:
-        source = np.ones(size, np.uint8).data
+    def serve(end: int) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
             os.write(end, str(server.getsockname()[1]).encode())
-            connection, _ = server.accept()
-            with connection:
-                while ordered := connection.recv(64):
-                    for _ in ordered:
-                        connection.sendall(source)
+            tcp_loop.send(server, size, key)
 
-    with _forked(send) as end, socket.create_connection(("127.0.0.1", int(os.read(end, 16)))) as connection:
-        ring = [np.zeros(size, np.uint8).data for _ in range(_RING)]
-        turn = 0
-        connection.sendall(b"n" * _IN_FLIGHT)
-
-        def received() -> int:
-            nonlocal turn
-            into, got = ring[turn % _RING], 0
-            while got < size:
-                got += connection.recv_into(into[got:])
-            connection.sendall(b"n")
-            turn += 1
-            return size
-
+    with _forked(serve) as end, socket.create_connection(("127.0.0.1", int(os.read(end, 16)))) as connection:
+        received = tcp_loop.receiver(connection, size, key)
         yield lambda: _rate(received, settings.seconds)
 
 

@@ -14,7 +14,6 @@ from hotset.store.claims import Ids
 from hotset.store.format import (
     LINE,
     OWN_STAMP,
-    PAGE,
     RECORD_HEADER,
     TAIL,
     checksum,
@@ -31,7 +30,6 @@ _Size = TypeVar("_Size", int, Words)
 
 _ALIGN = 64
 _TOGETHER = 1 << 20  # bytes of samples that are built at once
-_SHORT = 2 * PAGE  # bytes of a row: shorter ones are verified together
 
 
 def _aligned(size: _Size) -> _Size:
@@ -129,8 +127,8 @@ class RecordBatch(NamedTuple):
         sound &= -(-tail_bytes // LINE) == lines
         # The row, too, says how long its tail is.
         sound &= split_tail(heads[:, RECORD_HEADER:].copy().view("<i8")[:, 0])[1] == lines
-        if not len(self.tails) and stride <= _SHORT:
-            sound &= np.array(checksums(ids, lengths, stamps, self.rows[places]), np.int64) == sums
+        if not len(self.tails):
+            sound &= np.array(checksums(ids, lengths, stamps, self.rows, places), np.int64) == sums
             return sound
         rows, tails = self.rows.reshape(-1).data, self.tails.reshape(-1).data
         numbers = np.arange(len(self.ids))[places]

@@ -262,6 +262,9 @@ def test_many_checksums_are_each_ones(width: int) -> None:
     ]
     assert fmt.checksums(samples, lengths, stamps, rows) == each
     assert len(set(each)) == 7
+    places = np.array([5, 2])
+    some = fmt.checksums(samples[places], lengths[places], stamps[places], rows, places)
+    assert some == [each[5], each[2]]
     assert fmt.checksums(samples[:0], lengths[:0], stamps[:0], rows[:0]) == []
 
 
