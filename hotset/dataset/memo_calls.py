@@ -52,7 +52,7 @@ from hotset.store.body_writer import Unfilled
 from hotset.store.format import FUNCTIONS, Live, Slot
 from hotset.store.key_table import EVICTABLE, VIEWED, WRONG, Counter
 from hotset.store.keyed_store import MISSING, KeyedStore
-from hotset.store.leaves import SchemaMismatch
+from hotset.store.leaf import SchemaMismatch
 from hotset.store.locks import Pauses
 
 __all__ = ["Calls", "name_of"]

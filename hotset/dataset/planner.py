@@ -48,7 +48,7 @@ from hotset.session.session_definition import Session
 from hotset.store import irregular_records as forms
 from hotset.store import memory_limits as machine
 from hotset.store.format import LINE
-from hotset.store.leaves import SchemaMismatch
+from hotset.store.leaf import SchemaMismatch
 from hotset.store.schema import Schema
 from hotset.store.torch_threads import one_thread
 from hotset.store.verification import FULL_CHECK
@@ -301,7 +301,7 @@ def _infer_schema(source: Source, probed: Probe) -> tuple[Schema, int, float, li
         (schema, bytes, share, notes): ``share`` of the samples that cannot be cached, and a note about them.
         If none of them can be cached, the reason.
     """
-    # With a live part, samples are read one by one, otherwise in batches: see hotset.store.leaves.
+    # With a live part, samples are read one by one, otherwise in batches: see hotset.store.array_leaf.
     try:
         schema = Schema.infer(probed.samples, as_lies=bool(source.live))
     except SchemaMismatch as mismatch:

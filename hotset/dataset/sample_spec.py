@@ -19,7 +19,7 @@ import torch
 
 from hotset.errors import ArgumentError, QuantityError
 from hotset.store.format import LINE
-from hotset.store.leaves import SchemaMismatch
+from hotset.store.leaf import SchemaMismatch
 from hotset.store.schema import Prepared, Schema
 
 __all__ = ["SampleSpec", "limit_in_bytes", "sample_count"]

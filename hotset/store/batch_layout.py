@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from hotset.store.array_leaf import ArrayLeaf
 from hotset.store.codecs import codec_named
-from hotset.store.leaves import ArrayLeaf, NumberLeaf, NumbersLeaf, TextLeaf
+from hotset.store.python_leaves import NumberLeaf, NumbersLeaf, TextLeaf
 from hotset.store.schema import Group, Node, Schema
 
 __all__ = ["BatchTree", "Column", "NotGathered", "torch_dtype"]
@@ -47,7 +48,7 @@ class Column:
         dtype: of the batch's tensor.
         shape: of one sample in it.
         lies: the stored shape, and the permutation back from it, if samples are stored in the order of their
-            memory (:mod:`hotset.store.leaves`); otherwise None.
+            memory (:mod:`hotset.store.array_leaf`); otherwise None.
         numbers: whether it is a list of numbers, of which collating makes a list: a tensor for each position.
             The column of a batch is that of shape (positions, samples).
     """

@@ -26,7 +26,7 @@ import torch
 
 from hotset.errors import ArgumentError
 from hotset.store import pictures
-from hotset.store.leaves import SchemaMismatch
+from hotset.store.leaf import SchemaMismatch
 
 __all__ = ["Codec", "codec_named", "codec_of", "given_codec", "register_codec"]
 

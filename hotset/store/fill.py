@@ -38,7 +38,7 @@ from hotset.store import irregular_records as forms
 from hotset.store.allocator import Allocator
 from hotset.store.claims import Claims, Ids, Index, Participant
 from hotset.store.format import PRESENT, Live, Slot
-from hotset.store.leaves import SchemaMismatch
+from hotset.store.leaf import SchemaMismatch
 from hotset.store.records import Record, Records
 from hotset.store.schema import Schema
 from hotset.store.spill import Spill

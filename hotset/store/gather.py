@@ -32,10 +32,12 @@ import numpy.typing as npt
 import torch
 
 from hotset.store import format as fmt
+from hotset.store.array_leaf import ArrayLeaf
 from hotset.store.batch_layout import BatchTree, Column, NotGathered, torch_dtype
 from hotset.store.claims import Ids
 from hotset.store.format import PRESENT, ROW_MASK
-from hotset.store.leaves import ArrayLeaf, Leaf, NumbersLeaf, TextLeaf
+from hotset.store.leaf import Leaf
+from hotset.store.python_leaves import NumbersLeaf, TextLeaf
 from hotset.store.ragged import Ragged
 from hotset.store.record_batch import RecordBatch, VariableTails, heads_of, runs
 from hotset.store.schema import Schema

@@ -40,8 +40,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hotset.errors import SegmentError
+from hotset.store.array_leaf import ArrayLeaf
 from hotset.store.format import LINE, OWN_STAMP, RECORD_HEADER, TAIL, tail_word
-from hotset.store.leaves import ArrayLeaf, SchemaMismatch
+from hotset.store.leaf import SchemaMismatch
 from hotset.store.schema import LARGEST_RECORD, Group, Node, Prepared, Schema, infer, to_json, varied
 
 __all__ = [

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from hotset.store.leaves import SchemaMismatch
+from hotset.store.leaf import SchemaMismatch
 
 __all__ = ["flatten_image", "image_file", "unflatten_image"]
 

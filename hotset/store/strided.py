@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hotset.store.codecs import register_codec
-from hotset.store.leaves import SchemaMismatch
+from hotset.store.leaf import SchemaMismatch
 
 __all__ = ["Strided", "with_strides"]
 

@@ -124,7 +124,7 @@ def test_no_imports_go_in_a_circle() -> None:
 def test_the_reading_of_imports_sees_those_inside_functions() -> None:
     """Otherwise the test above would test nothing."""
     found = {name for _, name in imports("hotset.store.pictures")}
-    assert {"ast", "hotset.store.leaves", "PIL"} <= found
+    assert {"ast", "hotset.store.leaf", "PIL"} <= found
 
 
 def test_modules_that_must_start_at_once_do_not_name_torch() -> None:

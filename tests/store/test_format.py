@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from hotset.errors import SegmentError
 from hotset.store import format as fmt
+from hotset.store.array_leaf import TORCH_DTYPES
 from hotset.store.format import Geometry, pack_header, unpack_header
-from hotset.store.leaves import TORCH_DTYPES
 from hotset.store.schema import Schema
 
 NAME = "/dev/shm/hotset/imagenet.segment"

@@ -34,8 +34,9 @@ from hypothesis import strategies as st
 from hotset.determinism.aliasing import copied
 from hotset.determinism.equality import same
 from hotset.errors import ArgumentError, SegmentError
+from hotset.store.array_leaf import TORCH_DTYPES, ArrayLeaf
 from hotset.store.codecs import register_codec
-from hotset.store.leaves import TORCH_DTYPES, ArrayLeaf, SchemaMismatch
+from hotset.store.leaf import SchemaMismatch
 from hotset.store.schema import Schema
 
 pytestmark = [
