@@ -83,6 +83,24 @@ class _Shortage(NamedTuple):
     more: int = 0
 
 
+class _Region(NamedTuple):
+    """The rows or the lines of a segment, and the words that say which of them are reserved.
+
+    Attributes:
+        next_word: of a slot: the next unit (row or line) of its extent; the word behind it is its end.
+        live_word: of the header: how many units slots have reserved so far.
+        start: where the region begins in the file.
+        size: bytes of a unit.
+        capacity: how many units there are.
+    """
+
+    next_word: int
+    live_word: int
+    start: int
+    size: int
+    capacity: int
+
+
 class Allocator:
     """Allocates rows and lines of a segment to this process.
 
@@ -103,7 +121,9 @@ class Allocator:
         self._participant = participant
         self._free = free or (lambda: memory_limits.headroom())
         self._segment = participant.segment
-        self._geometry = participant.segment.geometry
+        self._geometry = geometry = participant.segment.geometry
+        self._rows = _Region(Slot.ROW_NEXT, Live.ROWS_NEXT, geometry.rows_at, geometry.stride, geometry.rows)
+        self._lines = _Region(Slot.LINE_NEXT, Live.LINES_NEXT, geometry.lines_at, LINE, geometry.lines)
         self._refused_until = 0.0
         self._left: dict[tuple[int, int], tuple[int, int]] = {}
         self._affordable = 0
@@ -186,30 +206,28 @@ class Allocator:
         Once room was refused to any process, this is False until a 64th of the limit is free again: the
         refused record was stored elsewhere, and is looked for there, though a smaller one would still fit.
         """
-        geometry, live = self._geometry, self._segment.live
+        live = self._segment.live
         if self.is_full or (live[Live.FULL] and self._left_of_limit() < self._limit() // _PART):
             return False
         live[Live.FULL] = 0
         with self._participant.thread_lock:
-            row = self._own_extent(Slot.ROW_NEXT, Live.ROWS_NEXT, 1, geometry.stride, geometry.rows)
-            if row is None or not live[Live.LINES_NEXT]:  # no record has needed lines so far
-                return row is not None
-            return self._own_extent(Slot.LINE_NEXT, Live.LINES_NEXT, 1, LINE, geometry.lines) is not None
+            if self._own_extent(self._rows, 1) is None:
+                return False
+            if not live[Live.LINES_NEXT]:  # no record has needed lines so far
+                return True
+            return self._own_extent(self._lines, 1) is not None
 
     def _take_rows(self, count: int) -> list[int]:
-        geometry = self._geometry
         rows: list[int] = []
         while len(rows) < count:
-            first, taken = self._take(
-                Slot.ROW_NEXT, Live.ROWS_NEXT, 1, count - len(rows), geometry.stride, geometry.rows
-            )
+            first, taken = self._take(self._rows, 1, count - len(rows))
             if not taken:
                 break
             rows.extend(range(first, first + taken))
         return rows
 
     def _take_lines(self, count: int) -> int:
-        first, taken = self._take(Slot.LINE_NEXT, Live.LINES_NEXT, count, count, LINE, self._geometry.lines)
+        first, taken = self._take(self._lines, count, count)
         return first if taken else -1
 
     def _give_back(self, rows: list[int]) -> None:
@@ -222,68 +240,60 @@ class Allocator:
         row[Slot.ROW_NEXT] = begin
         self._left[known] = left
 
-    def _take(
-        self, next_word: int, live_word: int, least: int, most: int, size: int, capacity: int
-    ) -> tuple[int, int]:
+    def _take(self, region: _Region, least: int, most: int) -> tuple[int, int]:
         """Take up to ``most`` units; returns the first and how many, 0 if ``least`` cannot be had."""
-        extent = self._own_extent(next_word, live_word, least, size, capacity)
+        extent = self._own_extent(region, least)
         if extent is None:
             return 0, 0
         begin, end = extent
         taken = min(most, end - begin)
         # The row is entered as taken before it is written: a process killed in between loses the row; the
         # other order could allocate a published row. No call, so no interrupt, lies between the two stores.
-        row, known, left = self._participant.row, (os.getpid(), next_word), (begin + taken, end)
-        row[next_word] = begin + taken
+        row, known, left = self._participant.row, (os.getpid(), region.next_word), (begin + taken, end)
+        row[region.next_word] = begin + taken
         self._left[known] = left
         return begin, taken
 
-    def _own_extent(
-        self, next_word: int, live_word: int, least: int, size: int, capacity: int
-    ) -> tuple[int, int] | None:
+    def _own_extent(self, region: _Region, least: int) -> tuple[int, int] | None:
         """This process's extent, from its next unit on, if need be a new one; None if it cannot be had."""
-        begin, end = self._rest(next_word, capacity)
+        begin, end = self._rest(region)
         if end - begin < least:
-            if not self._extend(next_word, live_word, least, size, capacity):
+            if not self._extend(region, least):
                 return None
             row = self._participant.row
-            begin, end = int(row[next_word]), int(row[next_word + 1])
-            self._left[os.getpid(), next_word] = begin, end
+            begin, end = int(row[region.next_word]), int(row[region.next_word + 1])
+            self._left[os.getpid(), region.next_word] = begin, end
         return begin, end
 
-    def _rest(self, next_word: int, capacity: int) -> tuple[int, int]:
+    def _rest(self, region: _Region) -> tuple[int, int]:
         """What is left of this process's extent, from its next unit to its end; (0, 0) if that is damaged."""
-        # The extent's end is the word after its next one.
         row = self._participant.row
-        begin, end = int(row[next_word]), int(row[next_word + 1])
+        begin, end = int(row[region.next_word]), int(row[region.next_word + 1])
         # An extent that a predecessor left is believed if it lies in the region; an extent that has changed
         # since this process wrote it (damage, a clear) is not.
-        known = self._left.get((os.getpid(), next_word), (begin, end))
-        return (begin, end) if 0 <= begin <= end <= capacity and (begin, end) == known else (0, 0)
+        known = self._left.get((os.getpid(), region.next_word), (begin, end))
+        return (begin, end) if 0 <= begin <= end <= region.capacity and (begin, end) == known else (0, 0)
 
-    def _extend(self, next_word: int, live_word: int, count: int, size: int, capacity: int) -> bool:
+    def _extend(self, region: _Region, count: int) -> bool:
         """Reserve an extent of at least ``count`` units for this process's slot."""
         if self.is_full or self._participant.slot < 0:
             return False
         tries = 0
-        while (shortage := self._try_to_extend(next_word, live_word, count, size, capacity)) is not None:
+        while (shortage := self._try_to_extend(region, count)) is not None:
             tries += 1
             if tries > _TRIES or not self._makes_room(shortage):
                 return False if shortage.why is None else self.refuse(shortage.why)
         return True
 
-    def _try_to_extend(
-        self, next_word: int, live_word: int, count: int, size: int, capacity: int
-    ) -> _Shortage | None:
+    def _try_to_extend(self, region: _Region, count: int) -> _Shortage | None:
         """Reserve an extent; return what stands in the way, if something does."""
-        live, row = self._segment.live, self._participant.row
-        start = self._geometry.rows_at if live_word == Live.ROWS_NEXT else self._geometry.lines_at
+        live, row, size = self._segment.live, self._participant.row, region.size
         with self._participant.short_lock() as held:
             if not held:
                 return _Shortage()
-            first = max(int(live[live_word]), 0)
+            first = max(int(live[region.live_word]), 0)
             taken = self._geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT]))
-            left = min(capacity - first, self._left_of_limit() // size)
+            left = min(region.capacity - first, self._left_of_limit() // size)
             units = max(count, min(left // 16, _LARGEST_EXTENT // size, max(first // 4, 16 * count)))
             # A record's lines lie in one extent. Records are often alike, so a multiple of this one strands
             # nothing; of long ones that differ, too much would be stranded if they shared an extent.
@@ -293,7 +303,7 @@ class Allocator:
             room = free.bytes - self._geometry.rows_at
             if units * size > room:
                 units = count
-            begin, end = self._rest(next_word, capacity)
+            begin, end = self._rest(region)
             kept = end - begin if end == first else 0  # the old extent goes on, if none lies between
             units -= kept
             if units > left:
@@ -304,15 +314,15 @@ class Allocator:
             # Entered before it is reserved: killed in between, this process leaves the budget too small.
             if self.allowance is not None and not self.allowance.take(total):
                 return _Shortage(self._limit_reached(), total)
-            if not self._segment.reserve(start + first * size, units * size):
+            if not self._segment.reserve(region.start + first * size, units * size):
                 if self.allowance is not None:
                     self.allowance.take(taken)
                 return _Shortage(self._file_system_full(), total, units * size)
             # No call lies between these stores, so no interrupt either, by which an extent would be lost.
             # What was left of the old one elsewhere (too short a run of lines) is given up.
-            live[live_word] = first + units
-            row[next_word] = first - kept
-            row[next_word + 1] = first + units
+            live[region.live_word] = first + units
+            row[region.next_word] = first - kept
+            row[region.next_word + 1] = first + units
         return None
 
     def _makes_room(self, shortage: _Shortage) -> bool:
