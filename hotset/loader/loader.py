@@ -75,24 +75,6 @@ __all__ = ["DataLoader"]
 
 T = TypeVar("T")
 
-# Attributes of a loader that are made at first use, and are not pickled with it.
-_MADE = {
-    "_pass",
-    "_saved",
-    "_watched",
-    "_local_generators",
-    "_known",
-    "_currents",
-    "_workers_begun",
-    "_inner",
-    "_buffers",
-    "_gathers",
-    "_into_blocks",
-    "_recorded",
-    "_recorder",
-    "_in_stream_order",
-    "last_epoch",
-}
 # Live parts often turn uint8 into float32; a shared block takes no memory before it is written to.
 _GROWTH = 4
 # How many samples are looked up to find a cached one.
@@ -121,23 +103,23 @@ class DataLoader(TorchDataLoader[T]):
         [[0, 1, 2, 3], [4, 5, 6, 7]]
     """
 
-    last_epoch: EpochSummary | None = None
     # Made at first use and kept for later epochs. Not set in __init__: other libraries make a loader again
-    # from its attributes, and pickle it, and none of these may come along.
+    # from its attributes, and pickle it, and none of these may come along (see __getstate__).
+    last_epoch: EpochSummary | None = None
     _pass: EpochProgress | None = None
     _saved: SavedState | None = None
     _watched: tuple[Generators | None] | None = None
     _local_generators: LocalGenerators | None = None
     _known: dict[str, Any] | None = None
     _currents: list[Current] | None = None
-    _workers_begun = False
+    _workers_begun: bool = False
     _inner: TorchDataLoader[Any] | None = None
     _buffers: BatchBuffers | None = None
     _gathers: tuple[Any, LocalGather | None] | None = None
     _into_blocks: BlockCollate | None = None
     _recorded: RecordedOrder | None = None
     _recorder: TorchDataLoader[Any] | None = None  # over a stream that is read first
-    _in_stream_order = False  # whether such a pass is repeated, to resume it
+    _in_stream_order: bool = False  # whether such a pass is repeated, to resume it
 
     if not TYPE_CHECKING:  # the arguments are torch's
 
@@ -234,11 +216,11 @@ class DataLoader(TorchDataLoader[T]):
         if self.num_workers == 0 or run.gathered:
             self._warn_of_pinning()
             if self._buffers is not None:
-                self._buffers.rest()
-            draws = self._draws(run, batches)
+                self._buffers.trim()
+            order = self._batch_order(run, batches)
             builder = BatchBuilder(self.dataset, route, batched=self.batch_sampler is not None)
             find = partial(self._local_gather, route)
-            return LocalBatches(draws, route, gather, find, builder, self._collate(route), run, summary)
+            return LocalBatches(order, route, gather, find, builder, self._collate(route), run, summary)
         return self._from_workers(route, run, batches, summary)
 
     # ---- resuming ------------------------------------------------------------------------------------
@@ -521,14 +503,14 @@ class DataLoader(TorchDataLoader[T]):
 
     # ---- in this process -----------------------------------------------------------------------------
 
-    def _draws(self, run: EpochProgress, batches: Any) -> BatchOrder:
+    def _batch_order(self, run: EpochProgress, batches: Any) -> BatchOrder:
         ahead = self.num_workers * (self.prefetch_factor or 0)
         fresh = run.fresh and not (isinstance(batches, RemainingBatches) and batches.redraws)
         batched = self.batch_sampler is not None
-        draws = BatchOrder(batches, ahead=ahead, generator=self.generator, fresh=fresh, arrays=batched)
+        order = BatchOrder(batches, ahead=ahead, generator=self.generator, fresh=fresh, arrays=batched)
         if run.batches:
-            draws.begin()
-        return draws
+            order.begin()
+        return order
 
     def _collate(self, route: Route) -> Callable[[Any], Any]:
         """The collate function, which also pins its result if torch's loader would."""
@@ -546,7 +528,7 @@ class DataLoader(TorchDataLoader[T]):
     def _from_workers(
         self, route: Route, run: EpochProgress, batches: Any, summary: EpochSummary
     ) -> Iterator[Any]:
-        if self._inner is None and _lost_by_fork(self.multiprocessing_context):
+        if self._inner is None and _forks_beside_tokio(self.multiprocessing_context):
             route.caches[0]._access.warn(
                 "this process has threads of tokio, which libraries in Rust (obstore, for one) start as they "
                 "read first, and which a forked worker lacks: it would wait for them forever. Pass "
@@ -599,7 +581,8 @@ class DataLoader(TorchDataLoader[T]):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**{k: v for k, v in self.__dict__.items() if k not in _MADE}, "_iterator": None}
+        made = DataLoader.__annotations__  # the attributes that the class declares
+        return {**{k: v for k, v in self.__dict__.items() if k not in made}, "_iterator": None}
 
 
 def _with_stream_order(
@@ -619,8 +602,8 @@ def _is_of_stream(state: dict[str, Any]) -> bool:
     return bool(state["data"].get("samples") is None)
 
 
-def _lost_by_fork(context: Any) -> bool:
-    """Whether workers are forked, and this process has threads that their libraries would wait for."""
+def _forks_beside_tokio(context: Any) -> bool:
+    """Whether workers are forked, and this process has threads of tokio, which a fork does not copy."""
     method = multiprocessing.get_start_method() if context is None else context.get_start_method()
     if method != "fork":
         return False

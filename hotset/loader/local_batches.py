@@ -80,7 +80,7 @@ class LocalBatches:
     """Iterator over one epoch's batches, made in this process.
 
     Args:
-        draws: the order of the epoch's batches.
+        order: of the epoch's batches.
         route: to the caches.
         gather: for wholly cached batches without a live part; None if no batch can be gathered.
         find_gather: looks for a gather after each of the first batches, as long as there is none: to compare
@@ -93,7 +93,7 @@ class LocalBatches:
 
     def __init__(
         self,
-        draws: BatchOrder,
+        order: BatchOrder,
         route: Route,
         gather: LocalGather | None,
         find_gather: Callable[[], LocalGather | None],
@@ -102,7 +102,7 @@ class LocalBatches:
         run: EpochProgress,
         summary: EpochSummary,
     ) -> None:
-        self._draws = draws
+        self._order = order
         self._route = route
         self._single, self._has_peers = route.single, route.has_peers  # asked for with every batch
         self._gather = gather
@@ -144,7 +144,7 @@ class LocalBatches:
     def _draw(self) -> Any:
         self._route.require_unchanged()
         try:
-            return self._draws.take()
+            return self._order.take()
         except StopIteration:
             self._readahead.stop()
             self._ahead.stop()
@@ -158,7 +158,7 @@ class LocalBatches:
             cached._pass_ends()
 
     def _hand_over(self, samples: int, start: float) -> None:
-        self._draws.top_up()
+        self._order.top_up()
         self._run.count(samples)
         self._summary._count(samples, time.perf_counter() - start)
 
@@ -223,7 +223,7 @@ class LocalBatches:
         if known > most // 2:
             return known  # prefetch many at once: tiny samples are then often neighbours on the disk
         batches = []
-        while known < most and (later := self._draws.peek(known)) is not None:
+        while known < most and (later := self._order.peek(known)) is not None:
             batches.append(later)
             known += 1
         if batches:
@@ -234,7 +234,7 @@ class LocalBatches:
 
     def _ask_ahead(self) -> None:
         """Ask other machines for their samples of the next batch, if that batch is known."""
-        later = self._draws.peek(0)
+        later = self._order.peek(0)
         resolved = self._route.resolve(later) if later is not None else None
         if resolved is not None and self._single is not None:
             self._single._access.ask_ahead(self._route.sample_ids(resolved))
@@ -246,9 +246,8 @@ class LocalBatches:
             self._several = self._several if made.more else None
             if made.batch is not None:
                 return self._counted(made.batch, made.ids)
-            self._several = (
-                None  # the store was cleared, and what was gathered with it must not be used either
-            )
+            # The store was cleared, and what was gathered with this batch must not be used either.
+            self._several = None
         resolved = self._builder.resolve(indices)
         if resolved is None or self._gather is None:
             return self._build(indices, resolved)
@@ -297,7 +296,7 @@ class LocalBatches:
     def _known(self, count: int) -> list[Ids]:
         """The sample ids of the next batches, as far as they are known without a draw."""
         batches: list[Any] = []
-        while len(batches) < count and (later := self._draws.peek(len(batches))) is not None:
+        while len(batches) < count and (later := self._order.peek(len(batches))) is not None:
             batches.append(later)
         if not batches:
             return []
@@ -318,7 +317,7 @@ class LocalBatches:
             ahead.ask(partial(_copied, self._gather.prepare(ids)))
         # Ask for the next batches before waiting for this one, so that the thread never idles.
         while ahead.pending < distance:
-            later = self._draws.peek(ahead.pending - 1)
+            later = self._order.peek(ahead.pending - 1)
             resolved = self._route.resolve(later) if later is not None else None
             if resolved is None:
                 break

@@ -79,7 +79,7 @@ class WorkerBatches:
             self._run.over = True
             self._summary._end()
             if not self._persistent:
-                self._buffers.rest_between_epochs()  # the workers have ended
+                self._buffers.trim_between_epochs()  # the workers have ended
             raise
         except SampleStopped as error:
             raise stopped(error) from None
@@ -105,4 +105,4 @@ class WorkerBatches:
         # At the interpreter's end anything may be gone, even this module's imports.
         with suppress(Exception):
             self._tasks.recall()
-            self._buffers.rest_between_epochs()
+            self._buffers.trim_between_epochs()

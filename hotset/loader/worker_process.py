@@ -110,20 +110,20 @@ class BatchBuffers:
         except (OSError, MemoryError):
             return None
 
-    def rest(self, kept_bytes: int = 0) -> None:
-        """Free the blocks' memory but for so many bytes, as no batch is being built."""
+    def trim(self, kept_bytes: int = 0) -> None:
+        """As :meth:`BlockPool.trim`, where there is a pool; no batch is being built."""
         if self._pool is not None and self._pool.is_ours:
             self._pool.trim(kept_bytes)
 
-    def rest_between_epochs(self) -> None:
+    def trim_between_epochs(self) -> None:
         """Free what exceeds the memory that is worth keeping: new workers need not fault it in again."""
-        self.rest(_KEPT_BETWEEN_EPOCHS)
+        self.trim(_KEPT_BETWEEN_EPOCHS)
 
     def __del__(self, suppress: type[contextlib.suppress] = contextlib.suppress) -> None:
         # A batch that outlives the loader keeps the pool: it must not keep the memory of the other blocks.
         # At the interpreter's end anything may be gone, even this module's imports.
         with suppress(Exception):
-            self.rest()
+            self.trim()
 
 
 class TaskSampler:
