@@ -199,14 +199,13 @@ def _make(dataset: Any, given: CacheArguments, again: bool = False) -> Current:
     """Cache a dataset as it is now; ``again`` if it has changed since it was cached first."""
     with contextlib.ExitStack() as stack:
         options = CacheOptions(given)
-        if not can_reopen():
-            pass  # neither a session nor a cluster can be used: _current warns
-        elif given.cluster is not None and isinstance(given.session, str):
-            joined = join_machines(given.cluster, given.session, given.memory)
-            stack.callback(joined.leave)
-            options = CacheOptions(given, joined.here(), joined)
-        elif given.session is not None:
-            options = CacheOptions(given, find(given.session))
+        if can_reopen():  # else neither a session nor a cluster can be used, of which _Search warns
+            if given.cluster is not None and isinstance(given.session, str):
+                joined = join_machines(given.cluster, given.session, given.memory)
+                stack.callback(joined.leave)
+                options = CacheOptions(given, joined.here(), joined)
+            elif given.session is not None:
+                options = CacheOptions(given, find(given.session))
         pipeline = Pipeline.of(dataset, given.transform)
         identity = _identity(pipeline, given)
         try:
@@ -239,15 +238,13 @@ def _current(pipeline: Pipeline, identity: Identity, options: CacheOptions, agai
     search = _Search(pipeline, identity, options)
     unread = HeldAttributes(pipeline.dataset)
     try:
-        shared = search.run()
-        store, handle, result = shared.value, shared.handle, search.result
+        shared, result = search.run()
+        store, handle = shared.value, shared.handle
         if session is not None and shared.joined and isinstance(handle, SessionCacheHandle):
             _compare_with_source(result, shared)
-            assert result is not None, "either made here or found"
             result = found_plan(result, session, handle.left())
     finally:
         unread.put_back()
-    assert result is not None, "either made here or found"
     # Cut once more: a copy of the dataset that was read may have opened files.
     result = result._replace(source=pipeline.cut(result.cuts))
     if not (shared.joined or again):
@@ -293,7 +290,6 @@ class _Search:
 
     Attributes:
         name: of the dataset's class, for messages.
-        result: the plan, made here or found with the cache; None before :meth:`run`.
     """
 
     def __init__(self, pipeline: Pipeline, identity: Identity, options: CacheOptions) -> None:
@@ -301,11 +297,11 @@ class _Search:
         self._identity = identity
         self._options = options
         self._source_error: OSError | None = None  # raised by the dataset, not by the session
+        self._result: PlanResult | None = None  # made here, or found with the cache
         self.name = pipeline.name
-        self.result: PlanResult | None = None
 
-    def run(self) -> Shared[Store]:
-        """Return the store, if there can be one, and how it is registered.
+    def run(self) -> tuple[Shared[Store], PlanResult]:
+        """Return the store, if there can be one, how it is registered, and the plan.
 
         Raises:
             as :func:`_current`.
@@ -315,10 +311,11 @@ class _Search:
                 f"{self.name} is not cached, and its samples come from the source: /proc is not mounted "
                 "here, through which processes reach shared memory; mount it (`mount -t proc proc /proc`)."
             )
-            self.result = make_plan(self._pipeline, self._options, self._identity)
-            return Shared(None, None, joined=False)
+            return Shared(None, None, joined=False), make_plan(self._pipeline, self._options, self._identity)
         shared = self._in_session(self._options.session) if self._options.session is not None else None
-        return shared if shared is not None else self._in_job()
+        shared = shared if shared is not None else self._in_job()
+        assert self._result is not None, "a cache was either created, or attached to"
+        return shared, self._result
 
     def _in_session(self, session: Session) -> Shared[Store] | None:
         """None, with a warning, if the session cannot be used."""
@@ -351,7 +348,7 @@ class _Search:
         options, joined = self._options, self._options.joined
         try:
             if joined is not None:
-                self.result, store = planned_by_all(
+                self._result, store = planned_by_all(
                     joined,
                     self._pipeline,
                     options,
@@ -359,29 +356,29 @@ class _Search:
                     lambda result: _create(result, options, location),
                 )
                 return store
-            self.result = make_plan(self._pipeline, self._options, self._identity)
+            self._result = make_plan(self._pipeline, self._options, self._identity)
         except SegmentError:  # the cluster has another cache under that name
             raise
         except OSError as error:
             self._source_error = error
             raise
-        return _create(self.result, options, location)
+        return _create(self._result, options, location)
 
     def _attach(self, address: Address | str) -> Store:
         store = attach_store(address)
         try:
-            self.result = joined_plan(self._pipeline, self._options, self._identity, store.segment.metadata)
+            self._result = joined_plan(self._pipeline, self._options, self._identity, store.segment.metadata)
             if isinstance(self._pipeline.dataset, StreamSource):
                 self._pipeline.dataset.divided(1, 1)
-                plan = replace(self.result.plan, samples=len(store), stream=True)
-                self.result = self.result._replace(plan=plan)
+                plan = replace(self._result.plan, samples=len(store), stream=True)
+                self._result = self._result._replace(plan=plan)
         except BaseException:
             store.close()
             raise
         return store
 
 
-def _compare_with_source(result: PlanResult | None, shared: Shared[Store]) -> None:
+def _compare_with_source(result: PlanResult, shared: Shared[Store]) -> None:
     """Compare a few samples of a cache that another job has made with the source.
 
     Raises:
@@ -389,7 +386,7 @@ def _compare_with_source(result: PlanResult | None, shared: Shared[Store]) -> No
             source may differ. So that cache is left unchanged, and not used here.
     """
     store, handle = shared.value, shared.handle
-    if result is None or store is None or handle is None or store.invalidated or not result.plan.audited:
+    if store is None or handle is None or store.invalidated or not result.plan.audited:
         return
     if result.plan.window is not None or set(this_job().offers) & set(store.segment.metadata.get("job", ())):
         return
@@ -409,21 +406,16 @@ def _create(result: PlanResult, options: CacheOptions, location: CacheLocation |
     if schema is None:
         return None
     about = {**plan.about(options.given.memory, result.cuts), **result.metadata}
+    path, name = (location.path, location.name) if location is not None else (None, None)
     try:
         if plan.window is not None:
-            where = location.path if location is not None else None
-            ring = Ring.create(schema, plan.window.slots, plan.limit, about=about, path=where)
-            ring.path = location.name if location is not None else None
+            ring = Ring.create(schema, plan.window.slots, plan.limit, about=about, path=path)
+            ring.path = name
             ring.allocator.knob = "`resident=`"
             return ring
-        path, spill = (
-            location.path if location is not None else None,
-            spill_to(plan.name, options.given.spill, location),
-        )
-        store = Store.create(
-            schema, plan.samples, _limit(result, options, location), about=about, path=path, spill=spill
-        )
-        store.path = location.name if location is not None else None
+        limit, spill = _limit(result, options, location), spill_to(plan.name, options.given.spill, location)
+        store = Store.create(schema, plan.samples, limit, about=about, path=path, spill=spill)
+        store.path = name
         if plan.stream:
             StreamParts(store).use(1)
         return store
