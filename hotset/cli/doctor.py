@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shlex
 import shutil
-import signal
 import sys
 import threading
-import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from hotset._warnings import printable
 from hotset.errors import ArgumentError
 from hotset.run.doctor.advice import advice, as_json, predict
 from hotset.run.doctor.ending import end_program
-from hotset.run.doctor.ledger import DONE, INTERRUPTED, OURS, PAUSED, THREADS, TOLD, TRYING
+from hotset.run.doctor.ledger import DONE, INTERRUPTED, OURS, THREADS, TOLD, TRYING, Ledger
 from hotset.run.doctor.observed import Observed, empty_loader, read, training_processes
 from hotset.run.doctor.others import Others
 from hotset.run.doctor.text import lines
-from hotset.run.environment import WatchOptions, make_ledger, watched_environment, why_full
+from hotset.run.environment import WatchOptions, make_ledger, was_reached, watched_environment, why_full
 from hotset.run.program import run_program
 
 __all__ = ["NO_LOADER", "doctor"]
@@ -64,7 +60,7 @@ def doctor(command: Sequence[str], *, seconds: float, keep: bool, as_json_text: 
         status = run_program(command, environment, _say, watcher.start, stdout=stdout, takes_sigint=not keep)
         watcher.stop()
         # The status does not tell: some ways to start Python end with 1.
-        by_ctrl_c = os.path.exists(os.path.join(ledger, INTERRUPTED))
+        by_ctrl_c = Ledger(ledger).has(INTERRUPTED)
         if not watcher.ended and status != 0 and not by_ctrl_c:
             if watcher.began:
                 _say(f"{printable(shlex.join(command), 60)} failed by itself, {_how(status)}: no report.")
@@ -96,20 +92,21 @@ def _tell(seen: Observed, command: str, as_json_text: bool) -> None:
 
 
 def _no_loader(ledger: str, command: str) -> str:
+    """Why there is nothing to judge."""
     trouble = why_full(ledger)
     if trouble:
         return trouble
-    if not os.path.exists(os.path.join(ledger, "reached")):
+    if not was_reached(ledger):
         return (
             f"no Python process of {printable(command, 60)} was reached: it is not a Python program, hotset "
             "is not installed for its interpreter, or that ignores PYTHONPATH (python -I, -E or -S)."
         )
-    if os.path.exists(os.path.join(ledger, OURS)):
+    if Ledger(ledger).has(OURS):
         return (
             f"{printable(command, 60)} takes its batches from hotset.DataLoader, which is not judged; "
             "print(loader.last_epoch) says how long training waits for it."
         )
-    if os.path.exists(os.path.join(ledger, THREADS)):
+    if Ledger(ledger).has(THREADS):
         return (
             f"{printable(command, 60)} takes its batches in another thread than the main one, which is not "
             "judged; run its loop over the loader in the main thread."
@@ -148,9 +145,9 @@ class _Watcher:
         ended: whether it has ended the program.
     """
 
-    def __init__(self, ledger: str, *, keep: bool, quiet: bool) -> None:
+    def __init__(self, folder: str, *, keep: bool, quiet: bool) -> None:
         self.began = self.ended = False
-        self._ledger = Path(ledger)
+        self._folder, self._ledger = folder, Ledger(folder)
         self._keep, self._quiet = keep, quiet
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -166,12 +163,12 @@ class _Watcher:
         self._over.set()
         if self._thread is not None:
             self._thread.join()
-        self._resume(0.0)
+        self._ledger.resume_all()
 
     def _run(self, program: int) -> None:
         while not self._over.wait(_LOOK_SECONDS):
-            self._resume(_PAUSE_SECONDS)
-            if (self._ledger / DONE).exists():
+            self._ledger.resume_all(_PAUSE_SECONDS)
+            if self._ledger.has(DONE):
                 break
             self._say_tries()
         else:
@@ -184,22 +181,14 @@ class _Watcher:
             "that is enough to judge by; the program is ended as by Ctrl-C, of which it may print a "
             "KeyboardInterrupt; the report follows."
         )
-        end_program(program, lambda: training_processes(str(self._ledger)), _say, (self._ledger / TOLD).touch)
+        end_program(
+            program,
+            lambda: training_processes(self._folder),
+            _say,
+            lambda: self._ledger.write(TOLD, ""),
+        )
 
     def _say_tries(self) -> None:
-        if not self._quiet and (self._ledger / TRYING).exists():
+        if not self._quiet and self._ledger.has(TRYING):
             self._quiet = True
             _say("a cache of the dataset is tried now, for a minute at most; the program waits meanwhile.")
-
-    def _resume(self, older: float) -> None:
-        for path, pids in self._paused():
-            with contextlib.suppress(OSError):
-                if time.time() - path.stat().st_mtime >= older:
-                    path.unlink()
-                    for pid in pids:
-                        os.kill(pid, signal.SIGCONT)
-
-    def _paused(self) -> Iterator[tuple[Path, list[int]]]:
-        for path in self._ledger.glob(f"{PAUSED}*"):
-            with contextlib.suppress(OSError, ValueError):
-                yield path, json.loads(path.read_text())

@@ -18,12 +18,15 @@ from hotset._warnings import printable
 from hotset.errors import ArgumentError
 from hotset.run import loader_wait
 from hotset.run.environment import (
+    JOB,
     Options,
     environment_for,
     make_ledger,
     never_imported,
     read_left,
     say_attached,
+    unreached,
+    was_reached,
 )
 from hotset.run.program import run_program
 from hotset.run.report import Outcome, report
@@ -64,8 +67,8 @@ def run(options: Options, command: Sequence[str]) -> int:
             functions=job.functions(),
             left=left,
             waits=loader_wait.read_waits(ledger),
-            unreached=_lines(os.path.join(ledger, "unreached")),
-            reached=os.path.exists(os.path.join(ledger, "reached")),
+            unreached=unreached(ledger),
+            reached=was_reached(ledger),
         )
         sys.stderr.write("".join(f"{printable(line)}\n" for line in report(outcome)))
         return status
@@ -99,13 +102,6 @@ def _say(sentence: str) -> None:
     sys.stderr.write(f"hotset: {sentence}\n")
 
 
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []
-
-
 def _since(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any]:
     """What was counted since; entries and bytes are what there is."""
     kept = ("entries", "bytes")
@@ -134,7 +130,7 @@ class _Job:
 
     def attach(self, group: int) -> None:
         """Begin to hold the store, while the program's processes start."""
-        os.environ["HOTSET_JOB"] = self.name
+        os.environ[JOB] = self.name
         self._thread = threading.Thread(target=self._attach, name="hotset-attach", daemon=True)
         self._thread.start()
 

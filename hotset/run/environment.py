@@ -47,7 +47,9 @@ __all__ = [
     "read_left",
     "say_attached",
     "say_slow",
+    "unreached",
     "wait_for_store",
+    "was_reached",
     "watch_options_here",
     "watched_environment",
     "why_full",
@@ -183,6 +185,18 @@ def reached() -> None:
     watched = watch_options_here()
     for folder in (os.environ.get(LEDGER), watched and watched.ledger):
         _mark(folder or None, "reached")
+
+
+def was_reached(ledger: str) -> bool:
+    """Whether any Python process of the program was reached."""
+    return os.path.exists(os.path.join(ledger, "reached"))
+
+
+def unreached(ledger: str) -> list[str]:
+    """The interpreters that started without hotset: it is not installed for them."""
+    with contextlib.suppress(OSError), open(os.path.join(ledger, "unreached")) as file:
+        return file.read().splitlines()
+    return []
 
 
 def imported(module: str) -> None:

@@ -679,6 +679,22 @@ def test_who_is_stopped_is_named_before(tmp_path: Path, monkeypatch: pytest.Monk
     assert os.listdir(tmp_path) == []
 
 
+def test_all_that_are_stopped_go_on_though_some_of_them_have_died(tmp_path: Path) -> None:
+    dead, stopped = child(lambda: None), child(lambda: time.sleep(100.0))
+    os.waitpid(dead, 0)
+    try:
+        ledger = Ledger(str(tmp_path))
+        ledger.pause([dead, stopped])
+        assert os.WIFSTOPPED(os.waitpid(stopped, os.WUNTRACED)[1])
+        ledger.resume_all(stopped_for=3600.0)  # not yet
+        assert os.waitpid(stopped, os.WNOHANG | os.WCONTINUED) == (0, 0)
+        ledger.resume_all()
+        assert os.WIFCONTINUED(os.waitpid(stopped, os.WCONTINUED)[1])
+        assert os.listdir(tmp_path) == []
+    finally:
+        kill(stopped)
+
+
 def test_a_step_of_several_threads_and_a_long_one_have_no_stand_in() -> None:
     assert StandIn.of(StepLength(seconds=1e-3, cpu=4e-3, thread=1e-3)) is None
     assert StandIn.of(StepLength(seconds=1.0, cpu=0.5, thread=0.5)) is None

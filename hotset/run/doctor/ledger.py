@@ -17,9 +17,11 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import signal
+import time
 from collections.abc import Iterable
 
 __all__ = [
@@ -43,7 +45,10 @@ LEAST_BATCHES = 3  # that a loop must have taken, without the first of each work
 
 
 class Ledger:
-    """The ledger, as a process of the program sees it. A file that cannot be written is left out."""
+    """The ledger, as the program's processes and ``hotset doctor`` see it.
+
+    A file that cannot be written is left out.
+    """
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -80,8 +85,20 @@ class Ledger:
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(self._folder, f"{PAUSED}{os.getpid()}"))
 
+    def resume_all(self, stopped_for: float = 0.0) -> None:
+        """Let all processes go on that some process has stopped, if that was so many seconds ago."""
+        for name in glob.glob(f"{PAUSED}*", root_dir=self._folder):
+            path = os.path.join(self._folder, name)
+            with contextlib.suppress(OSError, ValueError):  # it is gone by now, or not written to its end
+                if time.time() - os.stat(path).st_mtime >= stopped_for:
+                    with open(path) as file:
+                        pids = json.load(file)
+                    os.unlink(path)
+                    _signal(pids, signal.SIGCONT)
+
 
 def _signal(pids: Iterable[int], number: int) -> None:
     for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
+        # It may have ended, and another user's process may have its number.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
