@@ -83,11 +83,11 @@ def doctor(command: Sequence[str], *, seconds: float, keep: bool, as_json_text: 
 
 
 def _tell(seen: Observed, command: str, as_json_text: bool) -> None:
-    found, given = predict(seen), advice(seen, command)
+    predicted, advised = predict(seen), advice(seen, command)
     if as_json_text:
-        sys.stdout.write(json.dumps(as_json(seen, found, given), indent=2) + "\n")
+        sys.stdout.write(json.dumps(as_json(seen, predicted, advised), indent=2) + "\n")
         return
-    text = lines(seen, found, given, printable(command, 60))
+    text = lines(seen, predicted, advised, printable(command, 60))
     sys.stderr.write("".join(f"{printable(line, _LONGEST_LINE)}\n" for line in text))
 
 

@@ -9,7 +9,18 @@
         │ <── waits, what was left alone ── import hook ── wraps decoders as their module is imported
         └── a memo's store, attached until the program has ended ──────┘ hotset.memo
 
-``program.py`` starts and ends the program; ``environment.py`` says what the processes below it find in their
-environment; ``import_hook.py`` and ``decoders.py`` wrap; ``pillow.py`` keeps pictures that PIL decodes;
-``loader_wait.py`` measures; ``report.py`` says in the end what it was good for.
+==================  ======================================================================================
+``program``         starts the program, and ends as it ends
+``environment``     what the processes below find in their environment, and what they write to the ledger
+``start``           as one of them starts: installs the hooks of ``hotset run`` and of ``hotset doctor``
+``import_hook``     calls a hook when its module has been imported
+``decoders``        the functions that are wrapped, and what makes two of their calls the same
+``pillow``          pictures that PIL decodes
+``kept``            a call through a memo, of which the program notices nothing
+``worth``           whether to keep what a function returns takes less time than that saves
+``loader_wait``     how long the program waits for torch's loaders
+``report``          what is said in the end
+==================  ======================================================================================
+
+:mod:`hotset.run.doctor` is ``hotset doctor``.
 """

@@ -29,6 +29,7 @@ from hotset.run.import_hook import Hook
 from hotset.run.kept import File, Kept, before_fork, memo_of
 
 __all__ = [
+    "TABLE",
     "Decoder",
     "LeftAlone",
     "absolute",
@@ -36,9 +37,7 @@ __all__ = [
     "file_identity",
     "hooks",
     "memoised",
-    "plain",
     "stand_in",
-    "versions",
 ]
 
 # Longer than the clock by which file systems write times.

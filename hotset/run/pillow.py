@@ -41,7 +41,7 @@ from hotset.run.environment import left_alone
 from hotset.run.import_hook import Hook
 from hotset.run.kept import Kept, NotKept
 
-__all__ = ["hooks"]
+__all__ = ["NAME", "hooks"]
 
 NAME = "PIL.Image.Image.load"
 # Modes whose bytes in a file of raw pixels are all that there is: how many a line of so many pixels has.
@@ -70,17 +70,17 @@ def _replace(module: Any) -> None:
     if hasattr(plain, "__hotset__"):
         return
     kept = Kept(NAME)
-    caches = _Decoders(plain, image_module, kept)
-    loads = {module.ImageFile.load.__code__: "offset"}
+    decoders = _Decoders(plain, image_module, kept)
+    load = module.ImageFile.load.__code__
 
     def _getdecoder(mode: str, decoder_name: str, args: Any, extra: tuple[Any, ...] = ()) -> Any:
         decoder = plain(mode, decoder_name, args, extra)
         frame = sys._getframe(1)
         # A decoder for another caller, such as Image.frombytes, does not read a file.
-        if frame.f_code in loads or frame.f_code.co_name == "_load_libtiff":
+        if frame.f_code is load or frame.f_code.co_name == "_load_libtiff":
             image = frame.f_locals.get("self")
             if isinstance(image, module.ImageFile) and kept.is_worth_it():
-                return caches.decoder_for(image, decoder, (mode, decoder_name, args, extra))
+                return decoders.decoder_for(image, decoder, (mode, decoder_name, args, extra))
         return decoder
 
     _getdecoder.__hotset__ = True  # type: ignore[attr-defined]
@@ -91,7 +91,15 @@ Call = tuple[str, str, Any, "tuple[Any, ...]"]
 
 
 class _Decoders:
-    """Makes decoders that know what is kept."""
+    """Makes decoders that give kept pixels, and keep those that they decode.
+
+    Attributes:
+        plain: PIL's ``_getdecoder``.
+        core: PIL's module in C, which makes images.
+        encoder: PIL's ``_getencoder``.
+        kept: the memo.
+        known: what pixels follow from beside the file and the call: versions of PIL and of its libraries.
+    """
 
     def __init__(self, plain: Callable[..., Any], image_module: Any, kept: Kept) -> None:
         self.plain = plain

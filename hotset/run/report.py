@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hotset.run.pillow import NAME as _PILLOW
 from hotset.units import format_bytes, format_seconds
 
 __all__ = ["Outcome", "report"]
@@ -63,7 +62,7 @@ def _table(called: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
     for name, stats in sorted(called, key=lambda one: -float(one[1].get("seconds_saved", 0))):
         rows.append(
             (
-                _PILLOW if name.endswith("ImageFile.load") else name,
+                name,
                 f"{stats['calls']:,}",
                 f"{stats['hits']:,}",
                 format_seconds(stats.get("seconds_saved", 0.0)),

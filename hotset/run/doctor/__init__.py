@@ -12,6 +12,7 @@
 ``measured``    the rates of a loader there
 ``stand_in``    a step that takes as long as the program's, for the trial
 ``ending``      ends the program as Ctrl-C would
+``others``      how many processors other programs took meanwhile
 ``observed``    what the processes have written, put together
 ``advice``      what would help, in samples a second, with :mod:`hotset.policy.throughput`
 ``text``        as lines for a terminal

@@ -463,12 +463,12 @@ def _of_gpu(seen: Observed) -> list[str]:
     ]
 
 
-def as_json(seen: Observed, found: Prediction, given: list[Advice]) -> dict[str, Any]:
+def as_json(seen: Observed, predicted: Prediction, advised: list[Advice]) -> dict[str, Any]:
     """What ``--json`` prints; the keys are stable."""
     return {
         "now": {
             "samples_per_second": seen.rate,
-            "modelled_samples_per_second": found.modelled,
+            "modelled_samples_per_second": predicted.modelled,
             "waited_fraction": seen.waited,
             "steps": seen.steps,
             "step_seconds": seen.step_beside,
@@ -480,7 +480,7 @@ def as_json(seen: Observed, found: Prediction, given: list[Advice]) -> dict[str,
             "batch_size": seen.batch_size,
             "num_workers": seen.workers,
             "ranks": seen.ranks,
-            "limit_samples_per_second": found.limit,
+            "limit_samples_per_second": predicted.limit,
         },
         "sample": {
             **seen.fetch._asdict(),
@@ -491,13 +491,13 @@ def as_json(seen: Observed, found: Prediction, given: list[Advice]) -> dict[str,
         },
         "workers": {"bytes": seen.memory, "growth_bytes_per_second": seen.growth},
         "cached": {
-            "samples_per_second": found.cached,
-            "bytes": found.cached_bytes,
-            "fits": found.fits,
+            "samples_per_second": predicted.cached,
+            "bytes": predicted.cached_bytes,
+            "fits": predicted.fits,
             "refused": seen.trial.get("refused"),
             "plan": seen.trial.get("plan"),
         },
-        "num_workers": {"best": found.workers, "samples_per_second": found.workers_rate},
-        "advice": [one._asdict() for one in given if one.gain >= WORTH],
+        "num_workers": {"best": predicted.workers, "samples_per_second": predicted.workers_rate},
+        "advice": [one._asdict() for one in advised if one.gain >= WORTH],
         "unknown": unknown(seen),
     }

@@ -201,7 +201,9 @@ class Loop:
         now = Clocks.now(queued=True)
         self._count_batch(now.since(self._entered), now.wall)
         self._exited = now
-        if self._begin_alone(iterator, now.wall, batch) | self._gpu.begin():
+        prepared = self._begin_alone(iterator, now.wall, batch)
+        has_gpu = self._gpu.begin()
+        if prepared or has_gpu:  # that took time, which is not the step's
             self.begin_step()
 
     def begin_step(self) -> None:

@@ -26,15 +26,15 @@ __all__ = ["lines"]
 _LITTLE = 0.03  # less waiting than this share changes nothing
 
 
-def lines(seen: Observed, found: Prediction, given: Sequence[Advice], command: str) -> list[str]:
+def lines(seen: Observed, predicted: Prediction, advised: Sequence[Advice], command: str) -> list[str]:
     """The report."""
     ranks = f" in each of {seen.ranks} processes" if seen.ranks > 1 else ""
     workers = "1 worker" if seen.workers == 1 else f"{seen.workers} workers"
     return [
         f"hotset doctor: {command}, {seen.steps:,} steps of {seen.batch_size:,.0f} samples with "
         f"{workers}{ranks}",
-        *(f"  {label:<14}  {text}" for label, text in _facts(seen, found)),
-        *_table(seen, given),
+        *(f"  {label:<14}  {text}" for label, text in _facts(seen, predicted)),
+        *_table(seen, advised),
         *(f"  {sentence}" for sentence in unknown(seen)),
     ]
 
@@ -43,7 +43,7 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-5 or seconds < 5e-8 else f"{seconds * 1e6:.2g} us"
 
 
-def _facts(seen: Observed, found: Prediction) -> list[tuple[str, str]]:
+def _facts(seen: Observed, predicted: Prediction) -> list[tuple[str, str]]:
     facts = [
         (
             "now",
@@ -58,7 +58,7 @@ def _facts(seen: Observed, found: Prediction) -> list[tuple[str, str]]:
         ),
         (
             "at most",
-            f"about {found.limit:,.0f} samples/s, whatever the loader: the steps alone take that long, "
+            f"about {predicted.limit:,.0f} samples/s, whatever the loader: the steps alone take that long, "
             "unless they are faster where none waits",
         ),
         ("a sample", _of_sample(seen)),
@@ -122,8 +122,8 @@ def _parts(seen: Observed) -> list[str]:
     ]
 
 
-def _table(seen: Observed, given: Sequence[Advice]) -> list[str]:
-    worth = [one for one in given if one.gain >= WORTH]
+def _table(seen: Observed, advised: Sequence[Advice]) -> list[str]:
+    worth = [one for one in advised if one.gain >= WORTH]
     if not worth:
         return [f"  {_why_leave(seen)}"]
     rows = [("samples/s", "gain", "memory", "")]
