@@ -171,30 +171,24 @@ class SampleAccess:
             self.uncached += len(ids)
             yield from self._reader.many(ids.tolist())  # the batch, as torch's loader reads it
             return
-        before = store.filler.drawing if store is not None else 0
-        known = uncached is None
         failed: dict[int, Exception] = {}
+        found_before = store.filler.drawing if store is not None else 0
+        was_filled = uncached is not None
         if uncached is None:
             uncached = self._fill_or_note(ids, failed)
-        hits: set[int] = set()
-        found: Iterator[Any] = iter(())
         numbers = ids.tolist()
+        hits: set[int] = set()
+        copies: Iterator[Any] = iter(())
         if store is not None:
-            stored = np.array([i for i, sample in enumerate(numbers) if sample not in uncached], int)
-            drawing = store.index.drawing(ids[stored])
-            if known and drawing.sum() > store.filler.drawing - before:
+            left = np.array([place for place, sample in enumerate(numbers) if sample not in uncached], int)
+            drawing = store.index.drawing(ids[left])
+            if not was_filled and drawing.sum() > store.filler.drawing - found_before:
                 self.warn_of_draws()  # some were known before, so it is not the first epoch
-            stored = stored[~drawing]
-            copies = None
-            if len(stored) and store.present(ids[stored]).all():
-                copies = store.read_in_turn(ids[stored])
-            if copies is not None:
-                hits, found = set(stored.tolist()), copies
-                self.count_hits(ids[stored])
+            hits, copies = self._hits(store, ids, left[~drawing])
         copy: list[Any] = []  # popped from it, so that nothing here refers to a sample that was taken
-        for i, sample in enumerate(numbers):
-            if i in hits:
-                copy += itertools.islice(found, 1)
+        for place, sample in enumerate(numbers):
+            if place in hits:
+                copy += itertools.islice(copies, 1)
             if copy:
                 yield copy.pop()
             elif sample in uncached:
@@ -205,12 +199,24 @@ class SampleAccess:
             else:
                 yield self._read_again(sample)
 
+    def _hits(self, store: Store, ids: Ids, places: Ids) -> tuple[set[int], Iterator[Any]]:
+        """The places in a batch of samples that the store has, and their copies in that order.
+
+        None of them if one of these places has a sample that left the store meanwhile.
+        """
+        if not len(places) or not store.present(ids[places]).all():
+            return set(), iter(())
+        copies = store.read_in_turn(ids[places])
+        if copies is None:
+            return set(), iter(())
+        self.count_hits(ids[places])
+        return set(places.tolist()), copies
+
     def _fill_or_note(self, ids: Ids, failed: dict[int, Exception]) -> dict[int, Any]:
         """As :meth:`fill`, but records an exception of the source, to be raised at that sample's turn.
 
         Samples before it in the batch are used first, as without a cache: their live parts draw.
         """
-
         try:
             return self.fill(ids, read=NotingReader(self._read, failed))
         except Exception:
