@@ -313,7 +313,7 @@ class Calls:
         """Claim a sample, or wait for its value: whether it is claimed, and the value or ``MISSING``."""
         store, thread = state.store, threading.get_ident()
         nested = getattr(self._depth, "computing", 0) or thread in state.share.computing.values()
-        patience = _NESTED_SECONDS if nested else max(_PATIENCE_SECONDS, 5 * self._mean_seconds(state))
+        patience = _NESTED_SECONDS if nested else max(_PATIENCE_SECONDS, 5 * self._mean_seconds_here(state))
         pauses, failed = Pauses(patience), 0
         while True:
             if store.is_never_kept(sample):
@@ -414,7 +414,8 @@ class Calls:
         return counted[Counter.NS] / 1e9 / max(counted[Counter.COMPUTED], 1)
 
     @staticmethod
-    def _mean_seconds(state: _InUse) -> float:
+    def _mean_seconds_here(state: _InUse) -> float:
+        """As :meth:`mean_seconds`, over this process's computations."""
         return state.counters[Counter.NS] / 1e9 / max(state.counters[Counter.COMPUTED], 1)
 
     def _unidentified(self, why: NoIdentity, compute: Callable[[], Any]) -> Any:
@@ -436,7 +437,7 @@ class Calls:
         now = time.monotonic()
         left = self._audit_left + _AUDITED_SHARE * (now - self._audited)
         self._audited = now
-        cost = max(self._mean_seconds(state), _LEAST_AUDIT_SECONDS)
+        cost = max(self._mean_seconds_here(state), _LEAST_AUDIT_SECONDS)
         self._audit_left = min(left, max(_AUDIT_KEPT_SECONDS, cost))
         return self._audit_left >= cost
 
@@ -609,10 +610,16 @@ class Calls:
             share.leave()
 
 
-def _unused(process: int, counters: memoryview) -> None:
+def _unused(
+    process: int,
+    counters: memoryview,
+    in_use: int = Counter.IN_USE,
+    getpid: Callable[[], int] = os.getpid,
+) -> None:
     """Note that a process uses a function no longer. It may run as a finalizer, so it takes no lock."""
-    if process == os.getpid():
-        counters[6] = 0  # Counter.IN_USE: module globals may be gone
+    # Bound above: as a finalizer it may run when this module's own names are gone.
+    if process == getpid():
+        counters[in_use] = 0
 
 
 def name_of(function: Any) -> str:

@@ -136,9 +136,9 @@ class LocalGather:
         """Whether the cache has these samples now."""
         return self.gather.holds(ids)
 
-    def prepare(self, ids: Ids, loose: Sequence[RecordBatch] = ()) -> Copy | None:
+    def prepare(self, ids: Ids, received: Sequence[RecordBatch] = ()) -> Copy | None:
         """Look up a batch; None if one of its samples is neither cached nor among the received records."""
-        return self.gather.prepare(ids, self._memory, loose)
+        return self.gather.prepare(ids, self._memory, received)
 
     def finish(self, copy: Copy, start: int = 0, stop: int | None = None) -> Any | None:
         """The batch, once the copy was run; None if the cache was cleared meanwhile."""

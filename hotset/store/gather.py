@@ -138,6 +138,14 @@ class Copy:
 
     :meth:`run` holds the interpreter for a few microseconds only, so that a thread can run one copy after
     the other while the consumer's thread prepares and finishes them.
+
+    Attributes:
+        columns: of the batch: the memory of each, and its offset in the block.
+        unturned: by the number of its column: what is selected of a column whose axes are stored in another
+            order, until :meth:`Gather.finish` turns it.
+        selections: rows to select with torch: from where, which, to where.
+        pieces: the same, where records come from several places.
+        lines: memory for the lines of all tails.
     """
 
     def __init__(
@@ -151,7 +159,7 @@ class Copy:
         self.selections: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.pieces: list[Piece] = []
         self.columns: list[tuple[torch.Tensor, int]] = []
-        self.lying: dict[int, torch.Tensor] = {}
+        self.unturned: dict[int, torch.Tensor] = {}
         self.tails: VariableTails | None = None
         self.lines: torch.Tensor | None = None
         self.staged: StagedBatch | None = None
@@ -249,7 +257,7 @@ class Gather:
             if column.turns:
                 # Stored in another order: selected to memory of its own, then copied in the batch's.
                 out = torch.empty_like(out)
-                copy.lying[len(copy.columns) - 1] = out
+                copy.unturned[len(copy.columns) - 1] = out
             if column.width:
                 out = out.view(count, column.width)
                 if mix is None:
@@ -332,7 +340,7 @@ class Gather:
                 done = copy.block.tensor(offset, count * column.width, column.dtype)
                 done = done.view(column.batched(count)) if column.shape else done
             if column.turns and column.width:
-                gathered = copy.lying[number].view(copy.count, column.width)[start:stop]
+                gathered = copy.unturned[number].view(copy.count, column.width)[start:stop]
                 done.copy_(column.turned(gathered))
             placed = place(done, offset)
             columns.append(_positions(placed) if column.numbers else placed)
