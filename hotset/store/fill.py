@@ -27,7 +27,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -182,7 +182,7 @@ class Filler:
             if not len(taken):
                 # Other processes may have published some of them meanwhile.
                 missing = missing[self._index.missing(missing)]
-                taken = np.fromiter(self._unclaimable(missing, absent), np.int64)[: self._chunk]
+                taken = self._unclaimable(missing, absent)[: self._chunk]
                 if len(taken):
                     if self.is_full:
                         self.claims.refuse(taken)
@@ -406,42 +406,43 @@ class Filler:
             self._index.put(samples[: len(words)], np.array(words, np.int64))
         return len(words)
 
-    def _unclaimable(self, missing: Ids, absent: Ids) -> Iterator[int]:
-        """Of samples that cannot be claimed, yield those to be read without a claim; wait for the others.
+    def _unclaimable(self, missing: Ids, absent: Ids) -> Ids:
+        """Of samples that cannot be claimed, those to be read without a claim; if none, after a short wait.
 
         Without room no process claims. Otherwise another process has claimed each of them, and this one waits
-        until that one has published nothing for two seconds, or for five times what a sample takes. Those
-        that were ``absent`` before the attempt to claim them, and still are, cannot be claimed: the short
-        lock cannot be had. Those that another process has given back since are claimed at the next attempt.
+        until that one is stuck. Those that were ``absent`` before the attempt to claim them, and still are,
+        cannot be claimed: the short lock cannot be had. Those that another process has given back since are
+        claimed at the next attempt.
         """
         if self.is_full or self._participant.slot < 0:
-            yield from missing.tolist()
-            return
+            return missing
         admitted = self._index.admit(missing)
         if len(admitted) < len(missing):
-            yield from _without(missing, admitted).tolist()  # the claims in their slots are of other entries
-            return
+            return _without(missing, admitted)  # the claims in their slots are of other entries
         words = self._index.words(missing)
         claimed = (words >= fmt.CLAIMED) & (words < PRESENT)
         if not claimed.any():
-            yield from missing[(words < fmt.CLAIMED) & np.isin(missing, absent)].tolist()
-            return
-        now = time.monotonic()
-        patience = max(_PATIENCE_SECONDS, 5 * self._seconds)
-        stuck = set()
-        for word in set(words[claimed].tolist()):
+            return missing[(words < fmt.CLAIMED) & np.isin(missing, absent)]
+        stuck = self._stuck(set(words[claimed].tolist()))
+        if not stuck:
+            time.sleep(2e-4)
+        return missing[claimed & np.isin(words, stuck)]
+
+    def _stuck(self, claims: set[int]) -> list[int]:
+        """Those of these claims whose holders are stuck: they have published nothing for two seconds, or for
+        five times what a sample takes.
+        """
+        now, patience = time.monotonic(), max(_PATIENCE_SECONDS, 5 * self._seconds)
+        stuck = []
+        for word in claims:
             published = self.claims.published(word)
             before, since = self._waits.get(word, (-1, now))
             if published != before:
                 since = now
             self._waits[word] = (published, since)
             if now - since > patience:
-                stuck.add(word)
-        for sample, word in zip(missing[claimed].tolist(), words[claimed].tolist(), strict=True):
-            if word in stuck:
-                yield sample
-        if not stuck:
-            time.sleep(2e-4)
+                stuck.append(word)
+        return stuck
 
 
 def _without(ids: Ids, some: Ids) -> Ids:
