@@ -191,6 +191,8 @@ def _plan_by_reading(
     inferred = _infer_schema(source, probed)
     stored = not isinstance(inferred, SchemaMismatch)
     judged, believed = judge_source(dataset, source, probed, stored=stored)
+    if isinstance(dataset, StreamSource) and not believed:
+        judged = []  # it keeps its first samples, so they are alike: the note of its own probe tells more
     notes = [*choice.notes, *judged, *_notes_on_checks(source)]
     schema, sample_bytes, share = None, 0, 0.0
     if isinstance(inferred, SchemaMismatch):
@@ -279,8 +281,7 @@ def _plan_of_stream(stream: StreamSource, result: PlanResult, *, alone: bool) ->
         rows=(first._replace(name=stream.name, seconds=probed.seconds), *steps),
         audited=False,
         stream=True,
-        # The first is about reading the first samples twice.
-        notes=(probed.note + (_SHUFFLES_LEFT_OUT if shuffles else ""), *plan.notes[1:]),
+        notes=(probed.note + (_SHUFFLES_LEFT_OUT if shuffles else ""), *plan.notes),
         warnings=(*plan.warnings, *((probed.warning,) if probed.warning is not None else ())),
     )
     metadata = {

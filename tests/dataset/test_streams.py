@@ -468,6 +468,14 @@ class TestFirstPass:
             assert sorted(number for _, number in stream) == sorted(expected)
 
 
+def test_the_plan_says_who_has_cut_and_nothing_of_the_kept_samples() -> None:
+    with hotset.cache(Numbers(N), transform=[plus_one, plus_one], memory="10MiB", cut=1) as stream:
+        text = str(stream.plan)
+    assert "as cut=1 says" in text
+    assert "began with the same" in text
+    assert "read twice" not in text, "it holds its first samples, so that tells nothing"
+
+
 class TestRecorded:
     @pytest.mark.parametrize("workers", [0, 2])
     def test_it_is_a_dataset_with_an_index(self, workers: int) -> None:
