@@ -103,11 +103,12 @@ class MemoStore:
 
     def leave(self) -> None:
         """Detach when the last user leaves."""
-        self._users -= 1
-        if self._users <= 0:
-            if _open.get(self._key) is self:
-                del _open[self._key]
-            self._attachment.close()
+        with _opening:  # another thread may be about to enter
+            self._users -= 1
+            if self._users <= 0:
+                if _open.get(self._key) is self:
+                    del _open[self._key]
+                self._attachment.close()
 
     def functions(self) -> list[tuple[str, MemoStats]]:
         """The functions whose results are kept, and what each has done."""
@@ -118,7 +119,7 @@ class MemoStore:
 
 
 _open: dict[str | int | None, MemoStore] = {}
-_opening = threading.Lock()
+_opening = threading.Lock()  # of that, and of how many users each has
 
 
 def open_store(memory: int | str, spill: str | None, session: str | int | None) -> MemoStore:

@@ -27,6 +27,7 @@ from sources import ReadLog
 from torch.utils.data import DataLoader, Dataset
 
 import hotset
+from hotset.dataset.memo_store import MemoStore
 from hotset.determinism.fingerprint import fingerprint
 from hotset.units import parse_bytes
 
@@ -1024,3 +1025,28 @@ def test_what_memory_has_no_room_for_goes_to_the_spill(tmp_path: Path) -> None:
         kept.clear()
         assert kept(29)[0] == 29
         assert len(calls) == 31
+
+
+def test_a_function_keeps_its_results_though_the_last_other_one_is_closed_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its thread has found the store, and has not been counted as a user yet."""
+    opening, closed = threading.Event(), threading.Event()
+    raise_budget = MemoStore.raise_budget
+
+    def slowly(store: MemoStore, memory: int | str) -> None:
+        opening.set()
+        closed.wait(0.2)
+        raise_budget(store, memory)
+
+    made: list[Any] = []
+    first = hotset.memo(str.upper, memory="1MiB")
+    monkeypatch.setattr(MemoStore, "raise_budget", slowly)
+    other = threading.Thread(target=lambda: made.append(hotset.memo(str.lower, memory="1MiB")))
+    other.start()
+    opening.wait()
+    first.close()
+    closed.set()
+    other.join()
+    with made[0] as lower:
+        assert (lower("A"), lower("A"), lower.stats().hits) == ("a", "a", 1)
