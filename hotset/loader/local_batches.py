@@ -17,7 +17,6 @@ A device that keeps samples gathers batches itself: it takes a batch's sample id
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
 import weakref
@@ -226,10 +225,11 @@ class LocalBatches:
         while known < most and (later := self._order.peek(known)) is not None:
             batches.append(later)
             known += 1
-        if batches:
+        indices = _joined(batches)
+        if indices is not None:
             # The kernel's queue is short: a thread that prefetches more than fits must wait, for up to half
             # of an epoch's time. So a thread of its own prefetches.
-            self._readahead.post(partial(self._route.prefetch, np.concatenate(batches)))
+            self._readahead.post(partial(self._route.prefetch, indices))
         return known
 
     def _ask_ahead(self) -> None:
@@ -298,12 +298,9 @@ class LocalBatches:
         batches: list[Any] = []
         while len(batches) < count and (later := self._order.peek(len(batches))) is not None:
             batches.append(later)
-        if not batches:
-            return []
-        resolved = None
-        with contextlib.suppress(ValueError):  # the indices are not numbers, and make no array
-            # Resolved together: to resolve a batch of 32 alone takes longer than to copy it.
-            resolved = self._route.resolve(np.concatenate(batches))
+        indices = _joined(batches)
+        # Resolved together: to resolve a batch of 32 alone takes longer than to copy it.
+        resolved = self._route.resolve(indices) if indices is not None else None
         if resolved is None:
             return []
         ends = list(itertools.accumulate(map(len, batches)))
@@ -327,6 +324,14 @@ class LocalBatches:
 
     def __len__(self) -> int:
         return self._summary.batches_expected
+
+
+def _joined(batches: list[Any]) -> Any | None:
+    """The indices of these batches in one array; None if there are none, or some that make no array."""
+    try:
+        return np.concatenate(batches)
+    except ValueError:
+        return None
 
 
 def _copied(copy: Copy | None) -> Copy | None:

@@ -37,7 +37,7 @@ from sources import Counting, ReadLog, Samples
 from stores import attached, count, ids, stored, wrong
 from test_store_machine import N as MACHINE_N
 from test_store_machine import StoreMachine, fits, used, version
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import hotset
 from hotset import HotsetWarning
@@ -196,6 +196,23 @@ def test_a_live_part_draws_what_it_would_have_drawn(workers: int, folder: Path) 
             found.append([list(loader) for _ in range(2)])
             assert (cached.stats().spilled > 0) == (spill is not None)
     equal_batches(found[1], found[0])
+
+
+def test_indices_that_are_not_numbers_need_no_prefetch(folder: Path) -> None:
+    """The dataset answers them, batch by batch, whether or not later batches can be looked up on the disk."""
+    order: Any = [[0, 1, 2], [3, (4,), 5], [6, 7, 8]]
+    expected = list(DataLoader(ByTuple(), batch_sampler=order))
+    with hotset.cache(ByTuple(), memory="1kB", spill=folder) as cached:
+        cached.fill()
+        equal_batches(list(hotset.DataLoader(cached, batch_sampler=order, num_workers=2)), expected)
+
+
+class ByTuple(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return torch.full((64,), float(index[0] if isinstance(index, tuple) else index))
 
 
 # As a dict
