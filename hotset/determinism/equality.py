@@ -176,6 +176,8 @@ def _own_difference(a: Any, b: Any) -> str | None:
         return None if {(type(x), x) for x in a} == {(type(x), x) for x in b} else _two(a, b)
     if is_a(a, (float, complex)):
         return None if _bits(a) == _bits(b) else _two(a, b)
+    if is_a(a, int):  # what pickle keeps of it is itself
+        return None if int.__eq__(a, b) else _two(a, b)
     if is_a(a, decimal.Decimal):
         return None if str(a) == str(b) else _two(a, b)  # == ignores zeros and signs, and no NaN equals one
     if solid_base(type(a)) is object or is_a(a, weakref.ref) or _equal(a, b) or _pickled_alike(a, b):
