@@ -298,51 +298,55 @@ def _from(seen: Observed) -> str:
 
 
 def _of_cache(model: _Model) -> list[Advice]:
+    """With a cache of the dataset: in hotset's loader, for each number of workers tried, and in torch's."""
     seen, plan = model.seen, model.seen.trial.get("plan")
     if not plan:
         return []
+    total, fits = plan["total_bytes"], plan["fits"]
+    memory, size = format_bytes(_ROOM * total).replace(" ", ""), min(total, plan["room"])
+    call = f'hotset.cache(dataset, memory="{memory}")'
     found = []
-    size, fits, total = plan["total_bytes"], plan["fits"], plan["total_bytes"]
-    named = format_bytes(_ROOM * total).replace(" ", "")
     for key in sorted(seen.trial["loaders"]):
-        kind, _, number = key.partition("-")
-        if kind != "cached":
-            continue
-        workers = int(number)
-        rate = model.cached(workers, fits)
-        if rate is None:
-            continue
-        line = f'hotset.cache(dataset, memory="{named}"), hotset.DataLoader(..., num_workers={workers})'
-        note = _from(seen)
-        if seen.trial.get("given"):  # a library's own kind of loader sets these by itself
-            note += f"; with {' and '.join(seen.trial['given'])}, as the program's loader has"
-        if fits < 1.0:
-            size, note = min(total, plan["room"]), f"{note}; {fits:.0%} of the samples fit"
-        found.append(_advice(model, line, rate, size, note))
-        whole = model.cached(workers, 1.0) if fits < 1.0 else None
-        if whole is not None:
-            found += [
-                _advice(
-                    model,
-                    f'hotset.cache(dataset, spill="/a/disk"), hotset.DataLoader(..., num_workers={workers})',
-                    whole,
-                    size,
-                    f"at most: the disk's speed was not measured; {format_bytes(total - size)} go there",
-                ),
-                _advice(
-                    model,
-                    "hotset.cache(dataset, window=hotset.Window(...))",
-                    whole,
-                    size,
-                    "trains on a part at a time: another order of samples than now",
-                ),
-            ]
+        kind, _, workers = key.partition("-")
+        rate = model.cached(int(workers), fits) if kind == "cached" else None
+        if rate is not None:
+            line = f"{call}, hotset.DataLoader(..., num_workers={workers})"
+            note = _from(seen)
+            if seen.trial.get("given"):  # a library's own kind of loader sets these by itself
+                note += f"; with {' and '.join(seen.trial['given'])}, as the program's loader has"
+            if fits < 1.0:
+                note += f"; {fits:.0%} of the samples fit"
+            found += [_advice(model, line, rate, size, note), *_of_rest(model, int(workers))]
     rate = model.torchs(fits)
     if rate is not None:
         note = f"{_from(seen)}; for a loader that a library makes, such as timm's or the Trainer's"
-        line = f'hotset.cache(dataset, memory="{named}"), with the loader as it is'
-        found.append(_advice(model, line, rate, min(total, plan["room"]), note))
+        found.append(_advice(model, f"{call}, with the loader as it is", rate, size, note))
     return found
+
+
+def _of_rest(model: _Model, workers: int) -> list[Advice]:
+    """Where not all samples fit: with the others on a disk, or in a window."""
+    plan = model.seen.trial["plan"]
+    rate = model.cached(workers, 1.0) if plan["fits"] < 1.0 else None
+    if rate is None:
+        return []
+    total, size = plan["total_bytes"], min(plan["total_bytes"], plan["room"])
+    return [
+        _advice(
+            model,
+            f'hotset.cache(dataset, spill="/a/disk"), hotset.DataLoader(..., num_workers={workers})',
+            rate,
+            size,
+            f"at most: the disk's speed was not measured; {format_bytes(total - size)} go there",
+        ),
+        _advice(
+            model,
+            "hotset.cache(dataset, window=hotset.Window(...))",
+            rate,
+            size,
+            "trains on a part at a time: another order of samples than now",
+        ),
+    ]
 
 
 class _Earlier(NamedTuple):
