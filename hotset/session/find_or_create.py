@@ -109,8 +109,12 @@ class _Caches(Protocol[S]):
 
     lock_names: list[str]
 
-    def without_lock(self, error: OSError | None) -> None:
-        """Handle that the lock could not be had; None: another process held it for too long."""
+    def lock_failed(self, error: OSError | None) -> None:
+        """Called where the lock could not be had, before :meth:`find`; raises if one cannot go on without it.
+
+        Args:
+            error: why; None if another process held it for too long.
+        """
 
     def find(self) -> Shared[S] | None:
         """Attach to a cache that is there; None if there is none."""
@@ -120,6 +124,8 @@ class _Caches(Protocol[S]):
 
 
 class _CreationLock(NamedLocks):
+    """The lock under which a cache is looked for and created."""
+
     def __init__(self, caches: _Caches[Any]) -> None:
         super().__init__(caches.lock_names, PATIENCE_SECONDS)
         self._caches = caches
@@ -131,7 +137,7 @@ class _CreationLock(NamedLocks):
                 return True
         except OSError as refused:
             error = refused
-        self._caches.without_lock(error)
+        self._caches.lock_failed(error)
         return False
 
 
@@ -187,27 +193,26 @@ class _JobCaches(Generic[S]):
         self._job = job
         self._key, self._name = digest(key), name
         self._create, self._attach = create, attach
-        self._why = ""
+        self._why_own = ""
         # A process that is not a rank shares with no other, and waits for no other.
         launchers = self._job.launchers if self._job.takes else ()
         self.lock_names = [digest(launcher, self._key) for launcher in launchers]
 
-    def without_lock(self, error: OSError | None) -> None:
+    def lock_failed(self, error: OSError | None) -> None:
         """Note why the cache will be this rank's own."""
-        if error is not None:
-            self._why = f"the runtime folder cannot be used; set {KNOB} to a folder of your own: {error}"
-        else:
-            self._why = (
-                f"another rank began to make it and has not ended for {PATIENCE_SECONDS:.0f} s; look "
-                "whether one is stopped, or reads its first samples that slowly"
-            )
+        self._why_own = (
+            _unusable(error)
+            if error is not None
+            else f"another rank began to make it and has not ended for {PATIENCE_SECONDS:.0f} s; look "
+            "whether one is stopped, or reads its first samples that slowly"
+        )
 
     def find(self) -> Shared[S] | None:
         """Attach to the oldest one that is offered to this job and can be reached."""
         try:
             return self._join()
         except OSError as error:
-            self.without_lock(error)
+            self._why_own = _unusable(error)
             return None
 
     def _join(self) -> Shared[S] | None:
@@ -241,12 +246,16 @@ class _JobCaches(Generic[S]):
             key=self._key,
             groups=self._job.offers,
         )
-        if self._why and handle.joined:  # else it has warned of the same folder
+        if self._why_own and handle.joined:  # else it has warned of the same folder
             warn(
                 f"The cache {self._name!r} is this rank's own, and takes memory besides the other ranks' "
-                f"one: {self._why}."
+                f"one: {self._why_own}."
             )
         return Shared(value, handle, joined=False)
+
+
+def _unusable(error: OSError) -> str:
+    return f"the runtime folder cannot be used; set {KNOB} to a folder of your own: {error}"
 
 
 class CacheLocation(NamedTuple):
@@ -314,8 +323,8 @@ class _SessionCaches(Generic[S]):
         lock_name = f"{session.number} {self._digest}"
         self.lock_names = [hashlib.blake2b(lock_name.encode(), digest_size=16).hexdigest()]
 
-    def without_lock(self, error: OSError | None) -> None:
-        """Raise."""
+    def lock_failed(self, error: OSError | None) -> None:
+        """Raise: two caches of one key would take the session's room twice."""
         raise error or SessionError(
             f"another process began to make the cache {self._name!r} in session {self._session.name!r} and "
             f"has not ended for {PATIENCE_SECONDS:.0f} s; look whether one is stopped, or reads its first "
