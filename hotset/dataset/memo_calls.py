@@ -127,9 +127,9 @@ class Calls:
         "_depth",
         "_describing",
         "_digest",
-        "_full",
         "_function",
         "_generators",
+        "_is_off",
         "_options",
         "_parameters",
         "_share",
@@ -152,7 +152,7 @@ class Calls:
         self._bindings: Bindings | None = None
         self._changes = 0  # how often names were bound anew
         self._describing = 0.0  # seconds that describing the function took
-        self._full = False  # whether there is no place for this function
+        self._is_off = False  # whether all calls compute: there is no place, or what it reaches does not stay
         self.name = name_of(function)
         self._watches: list[DrawWatch] = []
         self._depth = threading.local()
@@ -472,7 +472,7 @@ class Calls:
 
     def _attached(self) -> _InUse | None:
         """Attach in this process, if that can be done."""
-        if self._closed or self._full:
+        if self._closed or self._is_off:
             return None
         if self._share is None:
             self._share = self._opened()
@@ -485,7 +485,7 @@ class Calls:
         number = store.keys.enter(self.name, self._digest, flags)
         counters = store.keys.counters(number) if number >= 0 else None
         if counters is None:
-            self._full = True
+            self._is_off = True
             warn(
                 f"what {self.name} returns is not kept: there are places for {FUNCTIONS:,} functions and "
                 "1,024 processes, and none is left; memoise a function once, outside of what is called again."
@@ -508,7 +508,7 @@ class Calls:
 
     def _given_up(self) -> None:
         """Compute at each call from now on, in this process: what the function reaches does not stay."""
-        self._state, self._full = None, True
+        self._state, self._is_off = None, True
         warn(
             f"{self.name} reaches an object that changes while the program runs, so what it returns is not "
             "kept any more. Pass that object as an argument; or, if results do not depend on it (a log, a "
