@@ -195,17 +195,17 @@ class ActiveWindow:
         self.raise_errors()
         live = ring.segment.live
         if self._offset is None:  # this job counts from 0, while other jobs of the window are ahead
-            self._offset = max(int(live[Live.EPOCH]) - 1 - epoch, 0)
+            self._offset = max(int(live[Live.WINDOW_EPOCH]) - 1 - epoch, 0)
         elif epoch < self._position.epoch:  # counted from 0 again: another training, with new epochs
             self._offset += self._position.epoch + 1 - epoch
         number = epoch + self._offset
         # The word counts from 1; 0 means that no epoch has begun, so nothing is due.
-        if self._wait and not ring.invalidated and 0 < int(live[Live.EPOCH]) <= number:
+        if self._wait and not ring.invalidated and 0 < int(live[Live.WINDOW_EPOCH]) <= number:
             due = self._due(ring)
             ring.fill(due[~ring.settled(due)], self.read, keep=False)
         self._move(ring, number, warn)
         self.raise_errors()  # a sample that entered because a worker has just given it up
-        self._position = WindowPosition(epoch, int(live[Live.CURSOR]), int(live[Live.BEHIND]))
+        self._position = WindowPosition(epoch, int(live[Live.WINDOW_CURSOR]), int(live[Live.WINDOW_BEHIND]))
         self._publish_position(ring)
         if self._pool is not None:
             if self._prefill and first:
@@ -279,7 +279,7 @@ class ActiveWindow:
         """Count samples that another kind of loader has taken; warn if no epochs are announced."""
         self._served += samples
         if 2 * self.sizes.resident < self._served < math.inf:
-            begun = self._position.epoch >= 0 or (ring is not None and ring.segment.live[Live.EPOCH])
+            begun = self._position.epoch >= 0 or (ring is not None and ring.segment.live[Live.WINDOW_EPOCH])
             if self.sizes.replaced and not begun:
                 warn(
                     f"{self._name} was read twice and no epoch was announced, so its window does not move: "

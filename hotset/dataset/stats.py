@@ -98,7 +98,7 @@ def stats_of(
         hits=sums[Slot.HITS],
         misses=sums[Slot.MISSES],
         fill_seconds=sums[Slot.FILL_NS] / 1e9,
-        late=int(store.segment.live[Live.LATE]),
+        late=int(store.segment.live[Live.WINDOW_LATE]),
         replaced=replaced,
         peer_hits=sums[Slot.PEER_HITS],
         peers=peers,

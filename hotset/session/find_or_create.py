@@ -444,7 +444,7 @@ def _revive_one(session: Session, spilled: str, path: str) -> None:
         geometry = Geometry(old.samples, old.stride, rows, lines, len(encoded))
         first = Segment.create(geometry, encoded, path=path, limit=limit)
         try:
-            first.live[Live.IDS] = second.live[Live.IDS]
+            first.live[Live.STREAM_IDS] = second.live[Live.STREAM_IDS]
             words = second.used_index.copy()
             first.used_index[:] = np.where(words >= PRESENT, words | ON_DISK, 0)
         finally:

@@ -171,23 +171,23 @@ class Live:
     CLEAR_GENERATION = 3  # counted up when a clear begins and ends: odd in between; the generation of records
     WARNED = 4  # 1 once the user was warned that samples stay uncached
     INVALIDATED = 5  # not 0: it serves nothing; 1: an audit found another record in the source; or DESTROYED
-    EPOCH = 6  # of a window: how many epochs have begun, up to the one that the cursor belongs to
-    CURSOR = 7  # of a window: how many samples have left it
-    LATE = 8  # of a window: samples that were not ready at the boundary where they were due
+    WINDOW_EPOCH = 6  # how many epochs have begun, up to the one that the cursor belongs to
+    WINDOW_CURSOR = 7  # how many samples have left it
+    WINDOW_LATE = 8  # samples that were not ready at the boundary where they were due
     WARNED_LATE = 9  # 1 once the user was warned of that
-    BEHIND = 10  # of a window: how many samples that were due have not come in yet
+    WINDOW_BEHIND = 10  # how many samples that were due have not come in yet
     FULL = 11  # 1 once room was refused, until a part of the limit is free again
-    LOADS = 12  # of a window: how often a saved state was loaded
+    WINDOW_LOADS = 12  # how often a saved state was loaded
     CLEARS = 13  # of a cluster: how often its machines had to clear this cache, as far as is known
     WARNED_DRAWS = 14  # a number of the job whose user was warned last which samples draw random numbers
     FREED_IN_VAIN = 15  # 1 once freeing another cache's memory has given the control group no more room
     KEYS = 16  # of a keyed segment: how many sample ids were given to keys
     FUNCTIONS = 17  # of a keyed segment: how many functions are entered
-    FREED = 18  # of a keyed segment: 1 once records were forgotten, until no free run is long enough
-    PARTS = 19  # of a stream: ranks << 16 | workers of the pass that records it; 0 before the first
-    OTHER = 20  # of a stream: 1 once a pass gave other samples than were recorded
-    IDS = 21  # of a stream: no sample id from here on is in use; 0: any may be
-    ALONE = 22  # of a stream: 1 once it is known that no other rank records into this store
+    KEYS_FREED = 18  # of a keyed segment: 1 once records were forgotten, until no free run is long enough
+    STREAM_PARTS = 19  # ranks << 16 | workers of the pass that records it; 0 before the first
+    STREAM_DIFFERS = 20  # 1 once a pass gave other samples than were recorded
+    STREAM_IDS = 21  # no sample id from here on is in use; 0: any may be
+    STREAM_ALONE = 22  # 1 once it is known that no other rank records into this store
 
 
 DESTROYED = 2  # in INVALIDATED: the cache's session was destroyed, or the cache was dropped

@@ -92,7 +92,7 @@ class KeyedAllocator(FixedRowAllocator):
         capacity = max(min(geometry.lines, self._limit() // LINE), 0)
         used, share = int(live[Live.LINES_NEXT]), max(count, capacity // _SHARES)
         why = self._limit_reached()
-        if not live[Live.FREED]:
+        if not live[Live.KEYS_FREED]:
             for wanted in (max(count, min(share, _LARGEST_EXTENT)), count):
                 refused = why if used + wanted > capacity else self._grow(used + wanted)
                 if refused is None:
@@ -102,8 +102,8 @@ class KeyedAllocator(FixedRowAllocator):
             first, lines = self._give_up(wanted, min(used, capacity))
             if lines:
                 return first, lines
-        if live[Live.FREED]:
-            live[Live.FREED] = 0  # no run is long enough: take new lines from now on
+        if live[Live.KEYS_FREED]:
+            live[Live.KEYS_FREED] = 0  # no run is long enough: take new lines from now on
             return self._find(count)
         self.refuse(why)
         return 0, 0
@@ -423,7 +423,7 @@ class KeyedStore(Store):
                 for sample in samples[self.segment.index[samples] & ON_DISK != 0].tolist():
                     self.spill.forget(sample)
             self.segment.index[samples] = 0
-            self.segment.live[Live.FREED] = 1
+            self.segment.live[Live.KEYS_FREED] = 1
         return len(samples)
 
     def forget_one(self, sample: int) -> None:

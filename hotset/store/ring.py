@@ -125,7 +125,7 @@ class RingIndex(Index):
     @property
     def cursor(self) -> int:
         """How many entries have left."""
-        return int(self._segment.live[Live.CURSOR])
+        return int(self._segment.live[Live.WINDOW_CURSOR])
 
     def _held(self, slots: Ids, words: Words, cursor: int) -> Ids:
         """The entries whose records or refusals these slots have; -1 for none.
@@ -228,7 +228,7 @@ class Ring(Store):
         >>> schema = Schema.infer([torch.zeros(2)], as_lies=True)
         >>> ring = Ring.create(schema, 4, 1 << 20, about={})
         >>> _ = ring.fill(np.arange(4), lambda entry: torch.tensor([entry, 0.0]))
-        >>> ring.segment.live[Live.CURSOR] = 2
+        >>> ring.segment.live[Live.WINDOW_CURSOR] = 2
         >>> _ = ring.fill(np.arange(4, 6), lambda entry: torch.tensor([entry, 0.0]))
         >>> ring.read(np.array([5, 2]))
         [tensor([5., 0.]), tensor([2., 0.])]
@@ -309,15 +309,25 @@ class WindowState(NamedTuple):
     def of(cls, ring: Ring) -> WindowState:
         """The position of a ring's window."""
         live = ring.segment.live
-        words = (Live.LOADS, Live.EPOCH, Live.CURSOR, Live.BEHIND, Live.LATE)
+        words = (
+            Live.WINDOW_LOADS,
+            Live.WINDOW_EPOCH,
+            Live.WINDOW_CURSOR,
+            Live.WINDOW_BEHIND,
+            Live.WINDOW_LATE,
+        )
         return cls(*(int(live[word]) for word in words))
 
     def put(self, ring: Ring) -> None:
         """Store this position in a ring; the caller holds the short lock."""
         live = ring.segment.live
         # The cursor before the epoch: a process that sees the new epoch must see its cursor.
-        live[Live.CURSOR], live[Live.BEHIND], live[Live.LATE] = self.cursor, self.behind, self.late
-        live[Live.LOADS], live[Live.EPOCH] = self.loads, self.epoch
+        live[Live.WINDOW_CURSOR], live[Live.WINDOW_BEHIND], live[Live.WINDOW_LATE] = (
+            self.cursor,
+            self.behind,
+            self.late,
+        )
+        live[Live.WINDOW_LOADS], live[Live.WINDOW_EPOCH] = self.loads, self.epoch
 
     def put_back(self, ring: Ring) -> None:
         """Move a ring's window to this position, even if that is back."""

@@ -206,13 +206,13 @@ class Segment:
         """The index words that may name anything: all, or of a stream those up to the last sample id in
         use.
         """
-        count = int(self.live[Live.IDS])
+        count = int(self.live[Live.STREAM_IDS])
         return self.index[:count] if count else self.index
 
     @property
     def samples(self) -> int:
         """The length of the dataset; of a stream, how many samples it gave so far."""
-        if not self.live[Live.IDS]:
+        if not self.live[Live.STREAM_IDS]:
             return self.geometry.samples
         return int(self.slots[:, Slot.PART_GIVEN].sum())
 

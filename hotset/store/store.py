@@ -70,10 +70,10 @@ _CLEARED = [
     Live.WARNED_DRAWS,
     Live.KEYS,
     Live.FUNCTIONS,
-    Live.FREED,
-    Live.PARTS,
-    Live.OTHER,
-    Live.ALONE,
+    Live.KEYS_FREED,
+    Live.STREAM_PARTS,
+    Live.STREAM_DIFFERS,
+    Live.STREAM_ALONE,
 ]
 _READERS_SECONDS = 2.0
 

@@ -67,7 +67,7 @@ class StreamParts:
     @property
     def division(self) -> tuple[int, int]:
         """Among how many ranks, and how many workers each, the samples are divided; (0, 0) before that."""
-        word = int(self._live[Live.PARTS])
+        word = int(self._live[Live.STREAM_PARTS])
         return word >> _WORKERS, word & _MOST_WORKERS
 
     @property
@@ -106,7 +106,7 @@ class StreamParts:
     @property
     def is_other(self) -> bool:
         """Whether a pass gave other samples than were recorded."""
-        return bool(self._live[Live.OTHER])
+        return bool(self._live[Live.STREAM_DIFFERS])
 
     def ids(self) -> Ids:
         """The sample ids of all recorded samples: first the parts' first ones, then their second, and so on.
@@ -138,9 +138,9 @@ class StreamParts:
         if not 0 < ranks * workers <= SLOTS:
             return False
         with self.store.participant.short_lock() as held:
-            if held and not self._live[Live.PARTS]:
-                self._live[Live.PARTS] = word
-        return int(self._live[Live.PARTS]) == word
+            if held and not self._live[Live.STREAM_PARTS]:
+                self._live[Live.STREAM_PARTS] = word
+        return int(self._live[Live.STREAM_PARTS]) == word
 
     def is_recorded_by_others(self) -> bool:
         """Whether another program records a part now."""
@@ -202,7 +202,7 @@ class StreamParts:
     @property
     def is_alone(self) -> bool:
         """Whether only one rank records into this store: see :meth:`go_alone`."""
-        return bool(self._live[Live.ALONE])
+        return bool(self._live[Live.STREAM_ALONE])
 
     def go_alone(self, rank: int) -> bool:
         """Note that only this rank records, and end the others' parts; False if one of these was begun."""
@@ -212,7 +212,7 @@ class StreamParts:
             if not held or self._rows[others][:, [Slot.PART_GIVEN, Slot.PART_OWNER]].any():
                 return False
             self._rows[others, Slot.PART_ENDED] |= 1
-            self._live[Live.ALONE] = 1
+            self._live[Live.STREAM_ALONE] = 1
         return True
 
     def note(self, part: int, number: int, kept: int) -> bool:
@@ -227,11 +227,11 @@ class StreamParts:
     def use(self, count: int) -> None:
         """Note that sample ids below this number are in use; before one of them is stored."""
         store = self.store
-        if count > int(self._live[Live.IDS]):
+        if count > int(self._live[Live.STREAM_IDS]):
             with store.participant.short_lock():
                 for tier in (store, store.spill) if store.spill is not None else (store,):
                     live = tier.segment.live
-                    live[Live.IDS] = max(int(live[Live.IDS]), count)
+                    live[Live.STREAM_IDS] = max(int(live[Live.STREAM_IDS]), count)
 
     def stop(self, part: int, number: int, why: int) -> None:
         """Note why this part is recorded no further, if this pass records it."""
@@ -249,7 +249,7 @@ class StreamParts:
             if row is None:
                 return
             if count < int(row[Slot.PART_GIVEN]):
-                self._live[Live.OTHER] = 1
+                self._live[Live.STREAM_DIFFERS] = 1
             row[Slot.PART_GIVEN] = count
             row[Slot.PART_ENDED] |= 1
 
@@ -261,4 +261,4 @@ class StreamParts:
         """
         with self.store.participant.short_lock():
             if self.store.clear_generation() == generation:
-                self._live[Live.OTHER] = 1
+                self._live[Live.STREAM_DIFFERS] = 1

@@ -89,11 +89,11 @@ def view_of(ring: Ring) -> Iterator[Ring]:
 
 
 def move(ring: Store, cursor: int) -> None:
-    ring.segment.live[Live.CURSOR] = cursor
+    ring.segment.live[Live.WINDOW_CURSOR] = cursor
 
 
 def cursor_of(ring: Store) -> int:
-    return int(ring.segment.live[Live.CURSOR])
+    return int(ring.segment.live[Live.WINDOW_CURSOR])
 
 
 def window(ring: Store, count: int = M) -> Ids:
@@ -234,7 +234,7 @@ def test_a_record_from_before_the_window_was_moved_back_gives_way() -> None:
     with opened(fixed) as ring:
         move(ring, 2 * M)
         ring.fill(ids(2 * M + 3), fixed)
-        ring.segment.live[Live.CURSOR] = M - 1
+        ring.segment.live[Live.WINDOW_CURSOR] = M - 1
         ring.fill(ids(M + 3), fixed)
         assert ring.present(ids(M + 3))[0]
 
@@ -278,12 +278,12 @@ def test_a_claim_of_another_lap_keeps_the_slot_busy_until_its_claimant_is_gone()
 
 def test_after_a_clear_everything_is_absent_and_cursor_and_epoch_are_as_they_were() -> None:
     with opened(variable, cursor=77) as ring:
-        ring.segment.live[Live.EPOCH] = 9
+        ring.segment.live[Live.WINDOW_EPOCH] = 9
         ring.fill(window(ring), variable)
         ring.filler.claims.take(ids(90), 1)
         ring.participant.leave()
         assert ring.clear()
-        assert (cursor_of(ring), int(ring.segment.live[Live.EPOCH]), used(ring)) == (77, 9, 0)
+        assert (cursor_of(ring), int(ring.segment.live[Live.WINDOW_EPOCH]), used(ring)) == (77, 9, 0)
         holds_exactly(ring, ids(), variable)
         ring.fill(window(ring), variable)
         holds_exactly(ring, window(ring), variable)
