@@ -30,6 +30,7 @@ found by its key too: a segment in memory is created for it, whose index says th
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -371,9 +372,10 @@ class _SessionCaches(Generic[S]):
 
     def _revive(self, folder: int) -> bool:
         """Create memory's part of the caches of that key whose spilled records have outlived a reboot."""
-        session, revived = self._session, False
+        session, revived, refused = self._session, False, None
         if not session.persist or session.spill is None:
             return False
+        kept = f"what session {session.name!r} kept on disk"
         with contextlib.suppress(OSError):
             with opened_spill(session.spill) as beside:
                 files = [file for file in os.listdir(beside) if self._is_for(file, "spill")]
@@ -387,9 +389,13 @@ class _SessionCaches(Generic[S]):
                         _name(session, folder, temporary, cache).close()
                         revived = True
                 except SegmentError as error:
+                    if _may_pass(error):
+                        refused = error
+                        continue
                     os.unlink(path)
-                    kept = f"what session {session.name!r} kept on disk"
                     warn(f"{kept} cannot be used, and is read again: {error}")
+        if refused is not None and not revived:
+            raise SessionError(f"{kept} cannot be opened now: {refused}") from refused
         return revived
 
     def _is_for(self, file: str, kind: str) -> bool:
@@ -452,6 +458,17 @@ def _revive_one(session: Session, spilled: str, path: str) -> None:
     finally:
         participant.leave()
         second.close()
+
+
+def _may_pass(error: SegmentError) -> bool:
+    """Whether a file could not be opened, mapped or read for a reason that says nothing of its content.
+
+    As too many open files, or too little memory. A link or a folder in its place will not pass.
+    """
+    cause = error.__cause__
+    if isinstance(cause, OSError):
+        return cause.errno not in (errno.ELOOP, errno.EISDIR, errno.ENOENT, errno.ENOTDIR, errno.ENXIO)
+    return isinstance(cause, MemoryError)
 
 
 def _most(session: Session) -> int:

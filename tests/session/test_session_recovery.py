@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Callable
@@ -255,6 +256,29 @@ def test_a_caches_own_memory_is_kept_over_a_reboot(disk: str, runtime: Path) -> 
         found = taken(cached._store.segment)  # type: ignore[union-attr]
     del cached
     assert found <= 4096
+
+
+def test_what_was_kept_and_cannot_be_opened_now_stays(
+    disk: str, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    persisted(disk, kilobyte)
+    reboot(runtime)
+    plain = os.open
+
+    def refusing(path: Any, *rest: Any, **more: Any) -> int:
+        if str(path).endswith(".spill"):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return plain(path, *rest, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refusing)
+        with pytest.warns(HotsetWarning, match="for this job alone.*kept on disk.*Too many open files"):
+            alone = hotset.cache(Samples(kilobyte, N), session="a")
+        with alone:
+            read_all(alone, kilobyte)
+    with hotset.cache(Samples(kilobyte, N), session="a") as cached:
+        assert cached.stats().cached == N
+        read_all(cached, kilobyte)
 
 
 def test_what_was_kept_and_cannot_be_used_is_removed(
