@@ -695,6 +695,43 @@ def test_all_that_are_stopped_go_on_though_some_of_them_have_died(tmp_path: Path
         kill(stopped)
 
 
+def test_who_is_stopped_is_named_even_if_hotset_doctor_looks_while_that_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger, replace = Ledger(str(tmp_path)), os.replace
+
+    def looked_at(*names: str) -> None:
+        ledger.resume_all()
+        replace(*names)
+
+    monkeypatch.setattr(os, "replace", looked_at)
+    stopped = child(lambda: time.sleep(100.0))
+    try:
+        ledger.pause([stopped])
+        assert os.WIFSTOPPED(os.waitpid(stopped, os.WUNTRACED)[1])
+        ledger.resume_all()
+        assert os.WIFCONTINUED(_within(10.0, stopped))
+        assert os.listdir(tmp_path) == []
+    finally:
+        kill(stopped)
+
+
+def _within(seconds: float, pid: int) -> int:
+    """The status of a child that goes on within so many seconds; 0 if it does not."""
+    deadline, status = time.monotonic() + seconds, 0
+    while not status and time.monotonic() < deadline:
+        status = os.waitpid(pid, os.WNOHANG | os.WCONTINUED)[1]
+    return status
+
+
+def test_nobody_is_stopped_where_that_cannot_be_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``hotset doctor`` has ended, and its folder is gone."""
+    stopped: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: stopped.append(pid))
+    Ledger(str(tmp_path / "gone")).pause([12345])
+    assert stopped == []
+
+
 def test_a_step_of_several_threads_and_a_long_one_have_no_stand_in() -> None:
     assert StandIn.of(StepLength(seconds=1e-3, cpu=4e-3, thread=1e-3)) is None
     assert StandIn.of(StepLength(seconds=1.0, cpu=0.5, thread=0.5)) is None

@@ -30,7 +30,7 @@ def end_program(
     program: int,
     training: Callable[[], Iterable[int]],
     say: Callable[[str], None],
-    told: Callable[[], None],
+    told: Callable[[], object],
 ) -> None:
     """End it, and return when it has ended, or cannot be ended.
 
@@ -73,7 +73,7 @@ class _Ending:
         """Whether there is nothing to wait for."""
         return all(pid in self._deaf for pid in self._left())
 
-    def wait(self, patience: float, told: Callable[[], None]) -> bool:
+    def wait(self, patience: float, told: Callable[[], object]) -> bool:
         """Whether all have ended after so many seconds; ``told`` is called when all were sent the signal."""
         begin = time.monotonic()
         alone = begin

@@ -53,13 +53,21 @@ class Ledger:
     def __init__(self, folder: str) -> None:
         self._folder = folder
 
-    def write(self, name: str, text: str) -> None:
-        """Write a file; readers see all of it, or what was there before."""
-        path = os.path.join(self._folder, name)
-        with contextlib.suppress(OSError):
-            with open(f"{path}.{os.getpid()}", "w") as file:
+    def write(self, name: str, text: str) -> bool:
+        """Write a file; readers see all of it, or what was there before.
+
+        Returns:
+            Whether it was written.
+        """
+        # No reader looks for a name that begins so: resume_all() would remove what is not whole yet.
+        new = os.path.join(self._folder, f"new-{name}.{os.getpid()}")
+        try:
+            with open(new, "w") as file:
                 file.write(text)
-            os.replace(f"{path}.{os.getpid()}", path)
+            os.replace(new, os.path.join(self._folder, name))
+        except OSError:
+            return False
+        return True
 
     def has(self, name: str) -> bool:
         return os.path.exists(os.path.join(self._folder, name))
@@ -73,11 +81,16 @@ class Ledger:
             return False
         return True
 
-    def pause(self, pids: list[int]) -> None:
-        """Stop these processes; the ledger says so before, so that they do not stay stopped."""
-        if pids:
-            self.write(f"{PAUSED}{os.getpid()}", json.dumps(pids))
-        _signal(pids, signal.SIGSTOP)
+    def pause(self, pids: list[int]) -> bool:
+        """Stop these processes; the ledger says so before, so that they do not stay stopped.
+
+        Returns:
+            Whether they are stopped: they are not where the ledger cannot say so.
+        """
+        is_said = not pids or self.write(f"{PAUSED}{os.getpid()}", json.dumps(pids))
+        if is_said:
+            _signal(pids, signal.SIGSTOP)
+        return is_said
 
     def resume(self, pids: list[int]) -> None:
         """Let these processes go on."""

@@ -245,7 +245,8 @@ class Loop:
         """
         if self._kept is not None:
             self._is_alone, self._paused = True, workers_of(iterator)
-            self._ledger.pause(self._paused)
+            if not self._ledger.pause(self._paused):
+                self.let_go_on()
             return True
         if now < self._next_alone or len(self._steps) < _WARM_UP or len(self._alone) >= _ALONE_STEPS:
             return False
