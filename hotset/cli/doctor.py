@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from hotset._warnings import printable
 from hotset.errors import ArgumentError
-from hotset.run.doctor.advice import advice, as_json, predict
+from hotset.run.doctor.advice import as_json, judge
 from hotset.run.doctor.ending import end_program
 from hotset.run.doctor.ledger import DONE, INTERRUPTED, OURS, THREADS, TOLD, TRYING, Ledger
 from hotset.run.doctor.observed import Observed, empty_loader, read, training_processes
@@ -83,11 +83,11 @@ def doctor(command: Sequence[str], *, seconds: float, keep: bool, as_json_text: 
 
 
 def _tell(seen: Observed, command: str, as_json_text: bool) -> None:
-    predicted, advised = predict(seen), advice(seen, command)
+    report = judge(seen, command)
     if as_json_text:
-        sys.stdout.write(json.dumps(as_json(seen, predicted, advised), indent=2) + "\n")
+        sys.stdout.write(json.dumps(as_json(report), indent=2) + "\n")
         return
-    text = lines(seen, predicted, advised, printable(command, 60))
+    text = lines(report, printable(command, 60))
     sys.stderr.write("".join(f"{printable(line, _LONGEST_LINE)}\n" for line in text))
 
 

@@ -29,7 +29,7 @@ import hotset
 from hotset.loader.batch_order import whole_epoch
 from hotset.policy.throughput import Fetch, Step
 from hotset.run.doctor import watch
-from hotset.run.doctor.advice import advice, as_json, predict, unknown
+from hotset.run.doctor.advice import as_json, judge
 from hotset.run.doctor.clocks import Clocks
 from hotset.run.doctor.ledger import Ledger
 from hotset.run.doctor.loop import LoaderSettings, StepLength, step_alone
@@ -536,7 +536,7 @@ def test_what_a_librarys_loader_sets_by_itself_is_named_where_another_takes_its_
     notes = {
         len(given): [
             one.note
-            for one in advice(seen(trial={**seen().trial, "given": given}), "p", cores=2)
+            for one in judge(seen(trial={**seen().trial, "given": given}), "p", cores=2).advised
             if "hotset.DataLoader" in one.line
         ]
         for given in ([], given)
@@ -548,54 +548,63 @@ def test_what_a_librarys_loader_sets_by_itself_is_named_where_another_takes_its_
 def test_a_program_that_others_hold_up_is_not_promised_that_workers_end_it() -> None:
     """On a machine that was busy as it was watched, two workers of two cores are as good as any."""
     held_up = seen(wait=0.8, fetch=Fetch(cpu=4e-3, blocked=0.0, send=1e-5, receive=1e-5), others=1.2)
-    workers = [one for one in advice(held_up, "p", cores=2) if one.line.startswith("num_workers")]
+    workers = [one for one in judge(held_up, "p", cores=2).advised if one.line.startswith("num_workers")]
     assert all(one.gain < 1.05 for one in workers)
-    assert any("Other programs took 1.2 of this machine's" in sentence for sentence in unknown(held_up))
-    assert not any("Other programs" in sentence for sentence in unknown(seen(others=0.1)))
+    assert any(
+        "Other programs took 1.2 of this machine's" in sentence for sentence in judge(held_up, "p").unknown
+    )
+    assert not any("Other programs" in sentence for sentence in judge(seen(others=0.1), "p").unknown)
 
 
 def test_a_cache_below_a_loader_that_a_library_makes_has_a_rate_of_its_own() -> None:
     trial = {**seen().trial, "loaders": {**seen().trial["loaders"], "torch-2": tried(2000.0, 4e-4)}}
-    found = {one.line.rpartition("), ")[2]: one for one in advice(seen(trial=trial), "p", cores=2)}
+    found = {one.line.rpartition("), ")[2]: one for one in judge(seen(trial=trial), "p", cores=2).advised}
     theirs, ours = found["with the loader as it is"], found["hotset.DataLoader(..., num_workers=2)"]
     assert theirs.samples_per_second < ours.samples_per_second
     assert "a library makes" in theirs.note
 
 
 def test_the_time_of_other_loaders_is_told() -> None:
-    text = "\n".join(lines(seen(elsewhere=0.4), predict(seen()), [], "train.py"))
+    text = "\n".join(lines(judge(seen(elsewhere=0.4), "p"), "train.py"))
     assert "40% of the time goes to other loaders" in text
-    assert "other loaders" not in "\n".join(lines(seen(), predict(seen()), [], "train.py"))
+    assert "other loaders" not in "\n".join(lines(judge(seen(), "p"), "train.py"))
 
 
 def test_a_failed_trial_of_hotset_run_is_told_in_a_sentence() -> None:
     trial = {**seen().trial, "run": None, "failed": {"run-2": "Error: the file is open twice"}}
-    found = [one for one in unknown(seen(trial=trial)) if "hotset run" in one]
+    found = [one for one in judge(seen(trial=trial), "p").unknown if "hotset run" in one]
     assert found == ["What hotset run would give is not known: Error: the file is open twice."]
 
 
 @pytest.mark.parametrize(("length", "telling"), [(100_000, "draw other numbers"), (None, "as many shards")])
 def test_what_other_workers_change_is_said(length: int | None, telling: str) -> None:
-    found = [one for one in advice(seen(length=length), "p", cores=16) if one.line.startswith("num_workers=")]
+    found = [
+        one
+        for one in judge(seen(length=length), "p", cores=16).advised
+        if one.line.startswith("num_workers=")
+    ]
     assert [telling in one.note for one in found] == [True]
 
 
 def test_more_workers_are_advised_as_far_as_there_are_cores() -> None:
-    assert predict(seen(), cores=2).workers == 2 or predict(seen(), cores=2).workers_rate < 1.1 * seen().rate
-    found = predict(seen(), cores=16)
+    few = judge(seen(), "p", cores=2).predicted
+    assert few.workers == 2 or few.workers_rate < 1.1 * seen().rate
+    found = judge(seen(), "p", cores=16).predicted
     assert 14 <= found.workers <= 20
     assert found.workers_rate == pytest.approx(16 / 4e-3, rel=0.15)
 
 
 def test_what_each_worker_takes_to_start_counts_against_more_of_them() -> None:
-    found = predict(seen(trial={**seen().trial, "loaders": {"plain-2": tried(500.0, 4e-3)}}), cores=16)
+    found = judge(
+        seen(trial={**seen().trial, "loaders": {"plain-2": tried(500.0, 4e-3)}}), "p", cores=16
+    ).predicted
     slow = {**tried(500.0, 4e-3), "start": 1e-4}
-    late = predict(seen(trial={**seen().trial, "loaders": {"plain-2": slow}}), cores=16)
+    late = judge(seen(trial={**seen().trial, "loaders": {"plain-2": slow}}), "p", cores=16).predicted
     assert 1 <= late.workers < found.workers
 
 
 def test_where_an_epoch_reads_a_part_of_the_samples_it_says_when_a_cache_helps() -> None:
-    notes = [one.note for one in advice(seen(epoch_samples=5_000.0), "p") if "cache(" in one.line]
+    notes = [one.note for one in judge(seen(epoch_samples=5_000.0), "p").advised if "cache(" in one.line]
     assert notes
     assert all("an epoch here reads 5% of them" in note for note in notes)
 
@@ -607,7 +616,7 @@ def test_threads_that_spin_beside_workers_do_so_over_a_cache_with_torchs_loader_
         step_beside_cpu=128e-3,
         trial={**seen().trial, "loaders": {"cached-2": tried(8000.0, 1e-4), "torch-2": tried(8000.0, 1e-4)}},
     )
-    rates = {one.line[-20:]: one.samples_per_second for one in advice(spinning, "p", cores=4)}
+    rates = {one.line[-20:]: one.samples_per_second for one in judge(spinning, "p", cores=4).advised}
     (torchs,) = (rate for line, rate in rates.items() if line.endswith("as it is"))
     (ours,) = (rate for line, rate in rates.items() if line.endswith("num_workers=2)"))
     assert torchs <= 1000.0 < ours
@@ -623,37 +632,37 @@ def test_steps_that_differ_because_their_threads_spin_are_as_long_as_alone() -> 
 
 def test_more_bytes_from_a_disk_than_were_asked_for_are_of_mapped_files() -> None:
     mapped = seen(read_bytes=16.0, disk_bytes=2700.0)
-    (text,) = (line for line in lines(mapped, predict(mapped), [], "p") if line.startswith("  reads"))
+    (text,) = (line for line in lines(judge(mapped, "p"), "p") if line.startswith("  reads"))
     assert "of them" not in text
     assert "mapped files" in text
 
 
 def test_no_rate_is_above_that_of_the_steps_alone() -> None:
     slow = seen(step=Step(2e-3, 0.0), step_beside=0.128, wait=0.0)
-    found = predict(slow, cores=64)
+    found = judge(slow, "p", cores=64).predicted
     assert found.limit == pytest.approx(500)
-    for one in advice(slow, "python train.py", cores=64):
+    for one in judge(slow, "python train.py", cores=64).advised:
         assert one.samples_per_second <= 500 * 1.001
-    assert "leave it as it is" in "\n".join(lines(slow, found, advice(slow, "p", cores=64), "p"))
+    assert "leave it as it is" in "\n".join(lines(judge(slow, "p", cores=64), "p"))
 
 
 def test_what_a_step_takes_to_give_a_batch_back_is_not_the_caches() -> None:
     slow = {"rate": 900.0, "main": 1e-6, "cpu": 1e-3, "release": 4e-4, "start": 0.0, "training": None}
     trial = {**seen().trial, "loaders": {**seen().trial["loaders"], "plain-2": slow}}
     step = Step(5e-4, 5e-4)
-    told = predict(seen(step=step, step_drops=True, trial=trial), cores=64)
+    told = judge(seen(step=step, step_drops=True, trial=trial), "p", cores=64).predicted
     assert told.limit == pytest.approx(1 / 1e-4)
     assert told.cached is not None
-    assert told.cached > 2 * (predict(seen(step=step), cores=64).cached or 0.0)
+    assert told.cached > 2 * (judge(seen(step=step), "p", cores=64).predicted.cached or 0.0)
 
 
 def test_what_was_tried_with_the_programs_step_counts() -> None:
     row = {**tried(8000.0, 1e-4), "training": 1500.0}
     one = seen(trial={**seen().trial, "loaders": {"cached-2": row}})
-    assert predict(one, cores=2).cached == pytest.approx(1500)
+    assert judge(one, "p", cores=2).predicted.cached == pytest.approx(1500)
     # Half of the samples in the cache: by as much less as arithmetic says.
     half = {**PLAN, "fits": 0.5, "room": 32 << 20}
-    part = predict(seen(trial={"plan": half, "loaders": {"cached-2": row}}), cores=2).cached
+    part = judge(seen(trial={"plan": half, "loaders": {"cached-2": row}}), "p", cores=2).predicted.cached
     assert part is not None
     assert 500 < part < 1000
 
@@ -772,7 +781,7 @@ def test_a_thread_that_waits_for_a_processor_is_told_so() -> None:
 
 
 def report(one: Observed) -> str:
-    return "\n".join(lines(one, predict(one, cores=2), advice(one, "p", cores=2), "p"))
+    return "\n".join(lines(judge(one, "p", cores=2), "p"))
 
 
 def test_what_a_trial_that_was_held_up_says_is_no_reason_to_leave_all_as_it_is() -> None:
@@ -799,34 +808,36 @@ def test_a_transform_that_has_waited_is_no_part_of_the_processor_time() -> None:
 
 def test_a_step_is_no_shorter_than_its_gpu_takes() -> None:
     busy = seen(step=Step(2e-3, 1e-5), gpu=0.128)
-    text = "\n".join(lines(busy, predict(busy), advice(busy, "p"), "p"))
+    text = "\n".join(lines(judge(busy, "p"), "p"))
     assert "128 ms on the GPU" in text
-    assert any("idle for 0% of the time" in sentence for sentence in unknown(busy))
-    assert as_json(busy, predict(busy), [])["now"]["gpu_step_seconds"] == 0.128
+    assert any("idle for 0% of the time" in sentence for sentence in judge(busy, "p").unknown)
+    assert as_json(judge(busy, "p"))["now"]["gpu_step_seconds"] == 0.128
 
 
 def test_the_best_comes_first_and_of_equal_ones_that_of_least_memory() -> None:
-    given = advice(seen(), "python train.py", cores=2)
+    given = judge(seen(), "python train.py", cores=2).advised
     assert given[0].line.startswith("hotset.cache(")
     assert given[0].gain == pytest.approx(given[0].samples_per_second / 500)
     (kept,) = (one for one in given if one.line == "hotset run -- python train.py")
-    (fits,) = (one for one in advice(seen(length=1_000), "p", cores=2) if one.line == "hotset run -- p")
+    (fits,) = (
+        one for one in judge(seen(length=1_000), "p", cores=2).advised if one.line == "hotset run -- p"
+    )
     assert fits.samples_per_second == pytest.approx(1_775, rel=0.01)  # its 1,900, and 1,980 of two cores
     assert fits.bytes == pytest.approx(6e8)
     assert kept.samples_per_second < fits.samples_per_second
     assert kept.bytes == PLAN["room"]
     equal = seen(fetch=Fetch(cpu=1e-6, blocked=4e-3), memory=1e6)
-    assert advice(equal, "p", cores=64)[0].line.startswith("num_workers=")
+    assert judge(equal, "p", cores=64).advised[0].line.startswith("num_workers=")
 
 
 def test_of_a_cache_with_too_little_room_the_misses_count() -> None:
     half = {**PLAN, "fits": 0.5, "room": 32 << 20}
     trial = {**seen().trial, "plan": half}
-    whole, part = predict(seen(), cores=2).cached, predict(seen(trial=trial), cores=2).cached
+    whole, part = (judge(one, "p", cores=2).predicted.cached for one in (seen(), seen(trial=trial)))
     assert whole is not None
     assert part is not None
     assert part < 0.3 * whole
-    text = [one.line for one in advice(seen(trial=trial), "p", cores=2)]
+    text = [one.line for one in judge(seen(trial=trial), "p", cores=2).advised]
     assert any("spill=" in line for line in text)
     assert any("window=" in line for line in text)
 
@@ -846,22 +857,22 @@ def test_a_transform_that_makes_samples_smaller_is_advised_before_the_random_one
         "plan": plan,
         "loaders": {"cached-2": tried(800.0, 2e-3)},
     }
-    given = advice(seen(trial=trial), "p", cores=2)
+    given = judge(seen(trial=trial), "p", cores=2).advised
     (one,) = [one for one in given if one.line == "Resize before Flip, with hotset.cache"]
     assert one.bytes == 16 << 20, "a quarter of all"
-    now = predict(seen(trial=trial), cores=2).cached
+    now = judge(seen(trial=trial), "p", cores=2).predicted.cached
     assert now is not None
     assert one.samples_per_second > 1.5 * now, "all samples fit, and a millisecond of two is spared"
     assert "other samples than now" in one.note
     without = {**plan, "transforms": [*rows[:2], row("Normalize", "deterministic", 1 << 20)]}
-    lines_ = [one.line for one in advice(seen(trial={**trial, "plan": without}), "p", cores=2)]
+    lines_ = [one.line for one in judge(seen(trial={**trial, "plan": without}), "p", cores=2).advised]
     assert not any(" before " in line for line in lines_), "nothing is smaller after Normalize"
 
 
 def test_what_is_not_known_is_said() -> None:
     nothing = seen(trial={"refused": "Rows draws random numbers.", "loaders": {}}, decoders=())
-    assert predict(nothing).cached is None
-    sentences = unknown(nothing)
+    assert judge(nothing, "p").predicted.cached is None
+    sentences = judge(nothing, "p").unknown
     assert all(map(is_a_sentence, sentences))
     assert any("Rows draws random numbers" in sentence for sentence in sentences)
     assert any("hotset run" in sentence for sentence in sentences)
@@ -876,8 +887,10 @@ def test_what_is_not_known_is_said() -> None:
     ],
 )
 def test_what_hotset_run_would_give_is_told_only_if_it_was_tried(trial: dict[str, Any], telling: str) -> None:
-    assert not any("hotset run" in one.line for one in advice(seen(trial=trial), "p", cores=16))
-    assert any("hotset run" in sentence and telling in sentence for sentence in unknown(seen(trial=trial)))
+    assert not any("hotset run" in one.line for one in judge(seen(trial=trial), "p", cores=16).advised)
+    assert any(
+        "hotset run" in sentence and telling in sentence for sentence in judge(seen(trial=trial), "p").unknown
+    )
 
 
 @pytest.mark.parametrize(
@@ -890,23 +903,23 @@ def test_what_hotset_run_would_give_is_told_only_if_it_was_tried(trial: dict[str
 )
 def test_workers_are_not_advised_if_none_was_seen_to_work(trial: dict[str, Any], telling: str) -> None:
     one = seen(workers=0, trial=trial)
-    assert predict(one, cores=16).workers == 0
-    assert not any("num_workers" in given.line for given in advice(one, "p", cores=16))
-    assert any("workers" in sentence and telling in sentence for sentence in unknown(one))
+    assert judge(one, "p", cores=16).predicted.workers == 0
+    assert not any("num_workers" in given.line for given in judge(one, "p", cores=16).advised)
+    assert any("workers" in sentence and telling in sentence for sentence in judge(one, "p").unknown)
     works = seen(workers=0, trial={"loaders": {"plain-1": tried(240.0, 4e-3)}})
-    assert predict(works, cores=16).workers > 0
-    assert not any("workers" in sentence for sentence in unknown(works))
+    assert judge(works, "p", cores=16).predicted.workers > 0
+    assert not any("workers" in sentence for sentence in judge(works, "p").unknown)
 
 
 def test_where_arithmetic_misses_the_program_it_says_so() -> None:
-    assert not any("arithmetic" in sentence for sentence in unknown(seen()))
-    found = unknown(seen(wait=1.2))
+    assert not any("arithmetic" in sentence for sentence in judge(seen(), "p").unknown)
+    found = judge(seen(wait=1.2), "p").unknown
     assert any("arithmetic" in sentence for sentence in found)
     assert all(map(is_a_sentence, found))
 
 
 def test_the_json_has_the_promised_keys() -> None:
-    found = json.loads(json.dumps(as_json(seen(), predict(seen()), advice(seen(), "p"))))
+    found = json.loads(json.dumps(as_json(judge(seen(), "p"))))
     assert found["now"]["samples_per_second"] == pytest.approx(500)
     assert found["now"]["waited_fraction"] == pytest.approx(0.95)
     assert found["cached"]["bytes"] == 64 << 20

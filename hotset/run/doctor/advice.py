@@ -4,7 +4,7 @@
 How far its rate for the program as it is differs from the rate that was measured is a factor of all others in
 which the same loader works, as memory and processors that are shared with other programs are not in it.
 
-What cannot be known is said: see :func:`unknown`.
+What cannot be known is said: see :attr:`Report.unknown`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hotset.policy.throughput import (
 from hotset.run.doctor.observed import Observed
 from hotset.units import format_bytes
 
-__all__ = ["WORTH", "Advice", "Prediction", "advice", "is_in_doubt", "predict", "unknown"]
+__all__ = ["WORTH", "Advice", "Prediction", "Report", "as_json", "judge"]
 
 WORTH = 1.05  # a smaller gain is not advised
 _ALIKE = 0.03  # of two gains that differ by less, the one that takes less memory is better
@@ -78,9 +78,41 @@ class Prediction(NamedTuple):
     fits: float
 
 
-def cores_here() -> int:
-    """The processors that the program may use."""
-    return len(os.sched_getaffinity(0))
+class Report(NamedTuple):
+    """All that is said of a program.
+
+    Attributes:
+        seen: how it was watched.
+        predicted: what the figures say of the program as it is, of other workers, and of a cache.
+        advised: everything that could be changed, the best first; those that gain nothing come last.
+        unknown: sentences about what is not known.
+        in_doubt: whether more may be gained than is known: the trial was held up, or did not come to its end.
+    """
+
+    seen: Observed
+    predicted: Prediction
+    advised: list[Advice]
+    unknown: list[str]
+    in_doubt: bool
+
+
+def judge(seen: Observed, command: str, cores: int | None = None) -> Report:
+    """What is said of a program.
+
+    Args:
+        seen: how it was watched.
+        command: by which it was started.
+        cores: the processors that it may use; None for those of this process.
+    """
+    model = _Model(seen, cores or len(os.sched_getaffinity(0)))
+    held_up = _of_busy_trial(model)
+    return Report(
+        seen=seen,
+        predicted=_predict(model),
+        advised=_advise(model, command),
+        unknown=[*held_up, *_unknown(model)],
+        in_doubt=bool(held_up or seen.trial.get("late")),
+    )
 
 
 class _Model:
@@ -225,10 +257,9 @@ def _with_transport(seen: Observed) -> Fetch:
     return seen.fetch._replace(send=send, receive=row["main"])
 
 
-def predict(seen: Observed, cores: int | None = None) -> Prediction:
-    """What the figures say of the program as it is, of other workers, and of a cache."""
-    model = _Model(seen, cores or cores_here())
-    plan, workers = seen.trial.get("plan"), model.best()
+def _predict(model: _Model) -> Prediction:
+    seen, workers = model.seen, model.best()
+    plan = seen.trial.get("plan")
     cached = model.cached(seen.workers, plan["fits"]) if plan else None
     return Prediction(
         modelled=seen.ranks * model.modelled,
@@ -241,9 +272,7 @@ def predict(seen: Observed, cores: int | None = None) -> Prediction:
     )
 
 
-def advice(seen: Observed, command: str, cores: int | None = None) -> list[Advice]:
-    """Everything that could be changed, the best first; those that gain nothing come last."""
-    model = _Model(seen, cores or cores_here())
+def _advise(model: _Model, command: str) -> list[Advice]:
     found = [*_of_workers(model), *_of_run(model, command), *_of_cache(model), *_of_earlier(model)]
     best = max((one.samples_per_second for one in found), default=0.0)
 
@@ -392,14 +421,9 @@ def _of_earlier(model: _Model) -> list[Advice]:
     return [_advice(model, line, rate, min(size, plan["room"]), note)]
 
 
-def is_in_doubt(seen: Observed) -> bool:
-    """Whether more may be gained than is known: the trial was held up, or did not come to its end."""
-    return bool(seen.trial.get("late") or _of_busy_trial(seen))
-
-
-def _of_busy_trial(seen: Observed) -> list[str]:
+def _of_busy_trial(model: _Model) -> list[str]:
     """What was tried is compared with what was watched before it: if the machine was as busy, they agree."""
-    tried = _Model(seen, cores_here()).as_tried()
+    seen, tried = model.seen, model.as_tried()
     if tried is None or seen.ranks > 1 or tried >= _FACTOR[0] * seen.rate:
         return []
     return [
@@ -409,9 +433,8 @@ def _of_busy_trial(seen: Observed) -> list[str]:
     ]
 
 
-def unknown(seen: Observed) -> list[str]:
-    """Sentences about what is not known."""
-    found = _of_busy_trial(seen)
+def _unknown(model: _Model) -> list[str]:
+    found, seen = [], model.seen
     refused = seen.trial.get("refused")
     if refused:
         found.append(f"What hotset.cache would give is not known: {refused.rstrip('.')}.")
@@ -429,7 +452,7 @@ def unknown(seen: Observed) -> list[str]:
             f"Other programs took {seen.others:.1f} of this machine's {os.cpu_count()} processors meanwhile, "
             "and all rates are those of a machine that is as busy: run it again if it will not be."
         )
-    modelled = seen.ranks * _Model(seen, cores_here()).modelled
+    modelled = seen.ranks * model.modelled
     low, high = _FACTOR
     if not low <= seen.rate / modelled <= high:
         found.append(
@@ -467,8 +490,9 @@ def _of_gpu(seen: Observed) -> list[str]:
     ]
 
 
-def as_json(seen: Observed, predicted: Prediction, advised: list[Advice]) -> dict[str, Any]:
+def as_json(report: Report) -> dict[str, Any]:
     """What ``--json`` prints; the keys are stable."""
+    seen, predicted = report.seen, report.predicted
     return {
         "now": {
             "samples_per_second": seen.rate,
@@ -502,6 +526,6 @@ def as_json(seen: Observed, predicted: Prediction, advised: list[Advice]) -> dic
             "plan": seen.trial.get("plan"),
         },
         "num_workers": {"best": predicted.workers, "samples_per_second": predicted.workers_rate},
-        "advice": [one._asdict() for one in advised if one.gain >= WORTH],
-        "unknown": unknown(seen),
+        "advice": [one._asdict() for one in report.advised if one.gain >= WORTH],
+        "unknown": report.unknown,
     }

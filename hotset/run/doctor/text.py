@@ -15,9 +15,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from hotset.run.doctor.advice import WORTH, Advice, Prediction, is_in_doubt, unknown
+from hotset.run.doctor.advice import WORTH, Prediction, Report
 from hotset.run.doctor.observed import Observed
 from hotset.units import format_bytes, format_seconds
 
@@ -26,16 +24,17 @@ __all__ = ["lines"]
 _LITTLE = 0.03  # less waiting than this share changes nothing
 
 
-def lines(seen: Observed, predicted: Prediction, advised: Sequence[Advice], command: str) -> list[str]:
-    """The report."""
+def lines(report: Report, command: str) -> list[str]:
+    """The report on a program that was started by this command."""
+    seen = report.seen
     ranks = f" in each of {seen.ranks} processes" if seen.ranks > 1 else ""
     workers = "1 worker" if seen.workers == 1 else f"{seen.workers} workers"
     return [
         f"hotset doctor: {command}, {seen.steps:,} steps of {seen.batch_size:,.0f} samples with "
         f"{workers}{ranks}",
-        *(f"  {label:<14}  {text}" for label, text in _facts(seen, predicted)),
-        *_table(seen, advised),
-        *(f"  {sentence}" for sentence in unknown(seen)),
+        *(f"  {label:<14}  {text}" for label, text in _facts(seen, report.predicted)),
+        *_table(report),
+        *(f"  {sentence}" for sentence in report.unknown),
     ]
 
 
@@ -122,10 +121,10 @@ def _parts(seen: Observed) -> list[str]:
     ]
 
 
-def _table(seen: Observed, advised: Sequence[Advice]) -> list[str]:
-    worth = [one for one in advised if one.gain >= WORTH]
+def _table(report: Report) -> list[str]:
+    worth = [one for one in report.advised if one.gain >= WORTH]
     if not worth:
-        return [f"  {_why_leave(seen)}"]
+        return [f"  {_why_leave(report)}"]
     rows = [("samples/s", "gain", "memory", "")]
     rows += [
         (
@@ -146,9 +145,9 @@ def _table(seen: Observed, advised: Sequence[Advice]) -> list[str]:
     return text
 
 
-def _why_leave(seen: Observed) -> str:
-    if seen.waited < _LITTLE:
+def _why_leave(report: Report) -> str:
+    if report.seen.waited < _LITTLE:
         return "leave it as it is: training hardly waits for data."
-    if is_in_doubt(seen):
+    if report.in_doubt:
         return "nothing that is known here gives a twentieth more, but too little is known:"
     return "leave it as it is: nothing that is known here gives a twentieth more."
