@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 from benchmarks.harness import Comparison, compare
 from benchmarks.throttle import Throttle
 from benchmarks.truth import WrongData
+from hotset.dataset.cached_dataset import current_of
 
 __all__ = ["BATCH", "Epoch", "Noise", "Rank"]
 
@@ -181,10 +182,11 @@ class Rank:
 
         assert self._source is not None
         size = self._source.size
-        here = np.flatnonzero(self._cached._store.present(np.arange(len(self._source)))).tolist()
+        store = current_of(self._cached).access.store
+        here = np.flatnonzero(store.present(np.arange(len(self._source)))).tolist()
         quick = Noise(len(self._source), size)
         with hotset.cache(quick, memory=2 * len(here) * size + (8 << 20), key="alone") as alone:
-            alone._access.fill(np.array(here))
+            current_of(alone).access.fill(np.array(here))
             contestants = {
                 name: _rate(hotset.DataLoader(Subset(cached, here), BATCH, shuffle=True), seconds)
                 for name, cached in (("alone", alone), ("with cluster=", self._cached))

@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.harness import Unfit
 from benchmarks.truth import WrongData
+from hotset.dataset.cached_dataset import current_of
 from hotset.store.format import Live
 
 __all__ = ["Epoch", "Mapping", "Reader", "map_ahead"]
@@ -41,7 +42,7 @@ class Mapping(NamedTuple):
 
 def map_ahead(cached: Any, ahead: bool) -> Mapping:
     """Map all rows of a cache if ``ahead``, and say in any case how much they are."""
-    segment = cached._store.segment
+    segment = current_of(cached).access.store.segment
     geometry = segment.geometry
     size = int(segment.live[Live.ROWS_NEXT]) * geometry.stride
     start = time.perf_counter()

@@ -51,6 +51,7 @@ from hotset.cluster import store_service as shelf
 from hotset.cluster.directory import SILENT, Directory
 from hotset.cluster.membership import Member
 from hotset.cluster.node import Node
+from hotset.dataset.cached_dataset import current_of
 from hotset.policy.rendezvous import Placement
 from hotset.session import sessions
 from hotset.store import fill
@@ -306,7 +307,7 @@ class _Trainer:
 
     def prefetch(self, batch: Sequence[int]) -> None:
         """Ask for a batch ahead of its use."""
-        self._cached._access.ask_ahead(np.array(batch))
+        current_of(self._cached).access.ask_ahead(np.array(batch))
 
     def scribble(self, batches: Sequence[Sequence[int]]) -> list[int]:
         """As :meth:`walk`, and overwrite each sample before the next one is looked at."""

@@ -46,6 +46,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import hotset
 from hotset.cluster import ray_join as joining
 from hotset.cluster.ray_actors import NAMESPACE, directory_name
+from hotset.dataset.cached_dataset import current_of
 
 __all__ = ["MACHINES", "remains", "remove"]
 
@@ -400,7 +401,7 @@ class Stepper(Rank):
 
     def received(self) -> dict[str, int]:
         """How many samples have come from each other machine so far."""
-        return {name: peer.received for name, peer in self._cached[0]._remote.traffic().items()}
+        return {name: peer.received for name, peer in current_of(self._cached[0]).remote.traffic().items()}
 
     def directory(self, session: str) -> str:
         """The address of the machine that a session's directory is on: it is Ray that chooses one."""

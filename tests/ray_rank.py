@@ -29,6 +29,7 @@ import hotset
 from hotset.cluster import peer_stats as tally
 from hotset.cluster import ray_join as joining
 from hotset.dataset import audit
+from hotset.dataset.cached_dataset import current_of
 
 SAMPLES = 3000
 BYTES = 3 * 32 * 32
@@ -146,7 +147,7 @@ class Rank:
 
     def _membership(self) -> Any:
         """Which machines there are, as this one knows it now: it looks before it asks one, and not sooner."""
-        peers = self._cached[0]._remote._peers
+        peers = current_of(self._cached[0]).remote._peers
         peers.refresh()
         return peers.membership
 

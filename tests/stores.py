@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from helpers import difference
 
+from hotset.dataset.cached_dataset import current_of
 from hotset.store.claims import Ids
 from hotset.store.format import PRESENT, Live
 from hotset.store.ring import attach_store
@@ -29,6 +30,13 @@ def ids(*numbers: int | Iterable[int]) -> npt.NDArray[np.int64]:
     for number in numbers:
         found += [number] if isinstance(number, int) else number
     return np.array(found, np.int64)
+
+
+def store_of(cached: Any) -> Store:
+    """The store behind a cached dataset, which has one."""
+    store = current_of(cached).access.store
+    assert store is not None
+    return store
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ import torch
 
 import hotset
 from hotset.collate import ragged
+from hotset.dataset.cached_dataset import current_of
 
 N = 600
 ACTORS = 4
@@ -144,7 +145,7 @@ class Actor:
             got["rows"].zero_()  # a hit is the caller's own
 
     def fill(self) -> None:
-        uncached = self.cached._access.fill(np.array(self.some()))
+        uncached = current_of(self.cached).access.fill(np.array(self.some()))
         self.check(list(uncached), list(uncached.values()))
 
     def gather(self) -> None:

@@ -66,12 +66,21 @@ from hotset.determinism.outside import has
 from hotset.errors import ArgumentError, SegmentError
 from hotset.store.claims import Ids
 from hotset.store.format import DESTROYED, Live
-from hotset.store.store import Store
 
 if TYPE_CHECKING:  # what it needs is an extra
     from hotset.cluster.remote_cache import RemoteCache
 
-__all__ = ["CachedDataset", "Current", "Maker"]
+__all__ = [
+    "CachedDataset",
+    "Current",
+    "Maker",
+    "batches_made_here",
+    "current_of",
+    "fill_for_workers",
+    "followed",
+    "pass_begins",
+    "pass_ends",
+]
 
 T = TypeVar("T")
 
@@ -96,6 +105,11 @@ class Current(NamedTuple):
     remote: RemoteCache | None
     lookup_key: str
     moved: tuple[str, ...] = ()
+
+    @property
+    def device(self) -> Any | None:
+        """The device of a network whose results are cached; None for the CPU."""
+        return next((step.device for step in self.source.batched if step.device is not None), None)
 
     def close(self) -> None:
         """Detach from the cache."""
@@ -149,7 +163,7 @@ class CachedDataset(DatasetProxy[T]):
     _current = Own[Current]()
     _copied = Own[CopiedAttributes]()  # from the dataset to the copy of it that is read, if there is one
     _closed = Own[bool]()
-    _pass = Own[weakref.ref[object] | None]()  # whose batches this process makes ahead
+    _in_pass = Own[Callable[[], bool]]()  # whether this process is in the midst of a loader's pass
     _watch = Own["ContentWatch | None"]()  # None if no change of content counts
     _workers_keep = Own[bool]()  # whether workers run that have the dataset as it was
     _followed = Own[set[str]]()  # the attributes after whose change samples were cached anew
@@ -158,7 +172,7 @@ class CachedDataset(DatasetProxy[T]):
         super().__init__(dataset, arguments)  # takes the snapshot before a transform is run
         self._maker = maker
         self._closed = False
-        self._pass, self._workers_keep, self._followed = None, False, set()
+        self._in_pass, self._workers_keep, self._followed = _never, False, set()
         self._use(maker.make(dataset, arguments, False))
 
     def _use(self, current: Current) -> None:
@@ -178,33 +192,10 @@ class CachedDataset(DatasetProxy[T]):
     def plan(self) -> Plan:
         return self._up_to_date().plan
 
-    # ---- for loaders ---------------------------------------------------------------------------------
-
-    @property
-    def _source(self) -> Source:
-        return self._current.source
-
-    @property
-    def _access(self) -> SampleAccess:
-        return self._current.access
-
-    @property
-    def _window(self) -> ActiveWindow | None:
-        return self._current.window
-
-    @property
-    def _remote(self) -> RemoteCache | None:
-        return self._current.remote
-
-    @property
-    def _store(self) -> Store | None:
-        """The store of the samples; None if there is none: see :attr:`SampleAccess.store`."""
-        return self._current.access.store
-
     # ---- samples -------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        in_pass = self._is_in_pass()
+        in_pass = self._in_pass()
         self._up_to_date(in_pass=in_pass)
         if not in_pass and self._length_has_changed():
             self._attribute_was_set("length", noticed=True)  # samplers ask for it as a pass begins
@@ -212,39 +203,12 @@ class CachedDataset(DatasetProxy[T]):
             self._follow_content()
         return self._current.plan.used
 
-    def _is_in_pass(self) -> bool:
-        """Whether this process is in the midst of a loader's pass."""
-        return self._pass is not None and self._pass() is not None
-
     def _length_has_changed(self) -> bool:
         """Whether the dataset has another length than when it was planned; a stream has none to compare."""
         current = self._current
         if current.window is not None or isinstance(self._dataset, StreamSource):
             return False
         return len(self._dataset) != current.plan.samples
-
-    def _pass_begins(self, *, running: bool = False, persistent: bool = False) -> object:
-        """A loader begins a pass: what was set counts from here on, even in the midst of an earlier pass.
-
-        Args:
-            running: whether its workers run already, and have the dataset as it was.
-            persistent: whether those that it starts now will run in its next pass.
-
-        Returns:
-            What stands for the pass until it has begun: samplers ask for the length meanwhile, and to compare
-            again each time what the dataset holds took 20 ms.
-        """
-        self._pass, self._workers_keep = None, running
-        len(self)
-        self._workers_keep = persistent
-        begins = _Beginning()
-        self._pass = weakref.ref(begins)
-        return begins
-
-    def _pass_ends(self) -> None:
-        """A pass is over: what reading samples in this process has changed does not count."""
-        if self._watch is not None:
-            self._watch.pass_ended()
 
     def _follow_content(self) -> None:
         """Cache anew, or no more, what may depend on something that the dataset holds and that has changed.
@@ -412,25 +376,16 @@ class CachedDataset(DatasetProxy[T]):
                 "fill() must not be called with window=: a window is filled by processes of its own; write "
                 "hotset.Window(..., prefill=True) to have the first residents read before training begins."
             )
-        device = self._device()
+        device = current.device
         if num_workers and device is not None:
             raise ArgumentError(
-                f"num_workers= must be 0, got {num_workers}: {self._source.batched[0]!r} runs on {device}, "
+                f"num_workers= must be 0, got {num_workers}: {current.source.batched[0]!r} runs on {device}, "
                 "which worker processes must not use."
             )
         try:
-            fill_now(current.access, self.plan.name, progress, num_workers)
+            fill_now(current.access, current.plan.name, progress, num_workers)
         finally:
-            self._pass_ends()
-
-    def _device(self) -> Any | None:
-        """The device of a network whose results are cached; None for the CPU."""
-        return next((step.device for step in self._source.batched if step.device is not None), None)
-
-    def _fill_for_workers(self) -> None:
-        """Cache, in this process, what a network on a device computes: worker processes must not use it."""
-        if self._device() is not None:
-            fill_now(self._up_to_date().access, self.plan.name, sys.stderr.isatty(), 0)
+            pass_ends(self)
 
     def clear(self) -> None:
         """Drop every cached sample, in all processes. A cache that an audit has disabled is used again.
@@ -439,15 +394,16 @@ class CachedDataset(DatasetProxy[T]):
             SegmentError: another process went on writing samples for five seconds, or another machine of the
                 cluster has not confirmed that it dropped its part.
         """
-        store = self._up_to_date().access.any_store
-        if store is not None and store.segment.live[Live.INVALIDATED] == DESTROYED:
-            raise SegmentError(f"{self.plan.name} cannot be cleared: its session was destroyed.")
-        if store is not None and not store.clear():
-            raise SegmentError(
-                f"{self.plan.name} cannot be cleared while other processes fill it; stop them first."
-            )
-        if store is not None and self._remote is not None:
-            self._remote.clear(store, self.plan.name)
+        current = self._up_to_date()
+        store, name = current.access.any_store, current.plan.name
+        if store is None:
+            return
+        if store.segment.live[Live.INVALIDATED] == DESTROYED:
+            raise SegmentError(f"{name} cannot be cleared: its session was destroyed.")
+        if not store.clear():
+            raise SegmentError(f"{name} cannot be cleared while other processes fill it; stop them first.")
+        if current.remote is not None:
+            current.remote.clear(store, name)
 
     def set_epoch(self, epoch: int) -> None:
         """Announce the epoch that begins; calls the dataset's ``set_epoch`` as well, if it has one.
@@ -481,7 +437,7 @@ class CachedDataset(DatasetProxy[T]):
             self._attribute_was_set(held.changed() or "length", noticed=True)
         elif in_worker and not self._is_believed() and (changed := held.changed()) is not None:
             self._attribute_was_set(changed)
-        elif not self._is_in_pass():
+        elif not self._in_pass():
             self._follow_content()
         elif self._watch is not None:
             self._watch.hold()
@@ -612,12 +568,75 @@ class CachedDataset(DatasetProxy[T]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._pass, self._workers_keep, self._followed = None, False, set()
+        self._in_pass, self._workers_keep, self._followed = _never, False, set()
         self._use(self._current)
 
 
-class _Beginning:
-    """A pass that a loader begins."""
+# ---- for loaders -------------------------------------------------------------------------------------------
+#
+# All that loaders ask of a cached dataset, besides what users may ask. They are functions, as a public method
+# of it would hide what the user's dataset has by that name.
+
+
+def current_of(cached: CachedDataset[Any]) -> Current:
+    """What samples are read by now, in this process: another object once they are cached anew."""
+    return cached._current
+
+
+def followed(cached: CachedDataset[Any]) -> Current:
+    """The same in the midst of a pass, once what was set since it began was followed."""
+    return cached._up_to_date(in_pass=True)
+
+
+@contextlib.contextmanager
+def pass_begins(caches: Sequence[CachedDataset[Any]], *, running: bool, persistent: bool) -> Iterator[None]:
+    """Begin a loader's pass: what was set counts from here on, even in the midst of an earlier pass.
+
+    Until the context ends it is beginning: samplers ask for the length meanwhile, and to compare again each
+    time what the dataset holds took 20 ms.
+
+    Args:
+        caches: what the pass is over.
+        running: whether the loader's workers run already, and have the dataset as it was.
+        persistent: whether those that it starts now will run in its next pass.
+    """
+    try:
+        for cached in caches:
+            cached._in_pass, cached._workers_keep = _never, running
+            len(cached)
+            cached._in_pass, cached._workers_keep = _always, persistent
+        yield
+    finally:
+        for cached in caches:
+            if cached._in_pass is _always:
+                cached._in_pass = _never
+
+
+def batches_made_here(cached: CachedDataset[Any], batches: object) -> None:
+    """This process makes a pass's batches: until they are gone, a new length waits for the next pass."""
+    alive = weakref.ref(batches)
+    cached._in_pass = lambda: alive() is not None
+
+
+def pass_ends(cached: CachedDataset[Any]) -> None:
+    """End a pass that was read here: what reading samples in this process has changed does not count."""
+    if cached._watch is not None:
+        cached._watch.pass_ended()
+
+
+def fill_for_workers(cached: CachedDataset[Any]) -> None:
+    """Cache, in this process, what a network on a device computes: worker processes must not use it."""
+    if cached._current.device is not None:
+        current = cached._up_to_date()
+        fill_now(current.access, current.plan.name, sys.stderr.isatty(), 0)
+
+
+def _never() -> bool:
+    return False
+
+
+def _always() -> bool:
+    return True
 
 
 def _integer(index: Any) -> int | None:

@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from hotset._progress import filling_bar
 from hotset._warnings import Warner, warn
 from hotset.dataset.arguments import CacheArguments
-from hotset.dataset.cached_dataset import CachedDataset, Maker
+from hotset.dataset.cached_dataset import CachedDataset, Maker, current_of
 from hotset.dataset.dataset_proxy import DatasetProxy, Own
 from hotset.dataset.fill_now import require_worker_count
 from hotset.dataset.parent_death import parent_death_signal
@@ -119,7 +119,7 @@ class CachedStream(DatasetProxy[T]):
 
     def _parts(self) -> StreamParts | None:
         """How far the stream is recorded; None without a store."""
-        store = self._cached._access.store
+        store = current_of(self._cached).access.store
         return StreamParts(store) if store is not None else None
 
     def _state(self) -> StreamState:
@@ -431,7 +431,7 @@ class CachedStream(DatasetProxy[T]):
             worker_init_fn=parent_death_signal().arm_in_worker,
             generator=torch.Generator(),
         )
-        store = self._cached._access.store
+        store = current_of(self._cached).access.store
         number = 0
         with filling_bar(self._source.name, None, progress) as show:
             for number, _ in enumerate(loader, 1):

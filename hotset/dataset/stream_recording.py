@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from hotset.dataset.cached_dataset import CachedDataset
+from hotset.dataset.cached_dataset import CachedDataset, current_of
 from hotset.dataset.stream_probe import held_by_run, run
 from hotset.determinism import entropy
 from hotset.determinism.equality import same
@@ -117,7 +117,8 @@ class StreamRecording(IterableDataset[Any]):
         worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         if info is not None and info.dataset is self:  # the stream must find itself there
             object.__setattr__(info, "dataset", self.dataset)
-        source, store = self._cached._source, self._cached._access.store
+        now = current_of(self._cached)
+        source, store = now.source, now.access.store
         samples = _only_once(self.dataset, worker)
         passed = self._rest.kept[worker] if self._rest is not None else 0
         if store is None or not (self._number or passed):

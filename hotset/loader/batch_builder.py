@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from hotset.dataset.cached_dataset import Current
 from hotset.dataset.cached_stream import CachedStream
 from hotset.loader.collate import bound
 from hotset.loader.index_route import Indices, Route, fetched
@@ -37,10 +38,10 @@ _RUN_BYTES = 1 << 20
 _SMALL = 2048  # bytes of a record
 
 
-def make_gather(cached: Any, collate_fn: Callable[[list[Any]], Any], sample: int) -> Gather | None:
+def make_gather(single: Current, collate_fn: Callable[[list[Any]], Any], sample: int) -> Gather | None:
     """The gather for this cache and collate function, checked on one sample; None if it cannot be made."""
-    store = cached._store
-    if store is None or cached._source.live:
+    store = single.access.store
+    if store is None or single.source.live:
         return None
     collate_samples, variable = bound(collate_fn, store.schema)
     try:
@@ -96,7 +97,7 @@ class BatchBuilder:
         """
         single = self._route.single
         assert single is not None
-        access, store = single._access, single._store
+        access, store = single.access, single.access.store
         before = store.filler.reads if store is not None else 0
         # Large samples that were just read are collated as they are: their records' pages are not mapped yet.
         # Small ones share pages, and to gather them takes less time than to collate them.

@@ -10,6 +10,7 @@ import logging
 import time
 from typing import Any
 
+from hotset.dataset.cached_dataset import current_of
 from hotset.errors import ArgumentError
 from hotset.units import format_bytes, format_seconds
 
@@ -50,11 +51,11 @@ class EpochSummary:
         self._followed = False  # whether samples from a stream follow those from the cache
 
     def _served(self) -> tuple[int, int]:
-        served = [cached._access.served() for cached in self._caches]
+        served = [current_of(cached).access.served() for cached in self._caches]
         return sum(hits for hits, _ in served), sum(misses for _, misses in served)
 
     def _stored(self) -> int:
-        return sum(cached._access.stored() for cached in self._caches)
+        return sum(current_of(cached).access.stored() for cached in self._caches)
 
     @property
     def seconds(self) -> float:
@@ -91,12 +92,12 @@ class EpochSummary:
             self._seconds = time.perf_counter() - self._begin
             _log.info("%s", self)
             for cached in self._caches:
-                cached._access.warn_of_draws()
+                current_of(cached).access.warn_of_draws()
 
     def _tell(self) -> None:
         """Add the waiting to a counter that other processes read; not for each batch: that would be slow."""
         if self._caches:
-            self._caches[0]._access.count_waiting(self.waited - self._told)
+            current_of(self._caches[0]).access.count_waiting(self.waited - self._told)
         self._told = self.waited
 
     def _tell_of_filling(self) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import ConcatDataset, Subset
 
-from hotset.dataset.cached_dataset import CachedDataset
+from hotset.dataset.cached_dataset import CachedDataset, Current, current_of, followed
 from hotset.dataset.cached_stream import CachedStream
 from hotset.errors import ArgumentError
 from hotset.store.claims import Ids
@@ -56,7 +56,7 @@ class Route:
         self.by_row = by_row
         self._which = which
         self._inner = inner
-        self._currents = [cached._current for cached in caches]
+        self._begun_with = self.currents
 
     @functools.cached_property
     def length(self) -> int:
@@ -70,25 +70,29 @@ class Route:
         Raises:
             ArgumentError: a transform, or another attribute, was set since.
         """
-        for cached, current in zip(self.caches, self._currents, strict=True):
-            if cached._up_to_date(in_pass=True) is not current:
+        for cached, current in zip(self.caches, self._begun_with, strict=True):
+            if followed(cached) is not current:
                 raise ArgumentError(
                     f"{current.plan.name} was given another transform or attribute in the midst of a pass, "
                     "whose batches are made ahead; begin a new pass: iter(loader)."
                 )
 
     @property
-    def single(self) -> CachedDataset[Any] | None:
-        """The cache, if there is only one."""
-        return self.caches[0] if len(self.caches) == 1 else None
+    def currents(self) -> list[Current]:
+        """What the samples of each cache are read by now; a worker may come to read its dataset uncached."""
+        return [current_of(cached) for cached in self.caches]
+
+    @property
+    def single(self) -> Current | None:
+        """What samples are read by now, if there is only one cache."""
+        return current_of(self.caches[0]) if len(self.caches) == 1 else None
 
     @property
     def schema(self) -> Schema | None:
         """The schema of all samples; None if there are several, or none is known."""
         single = self.single
-        if single is None or single._store is None or single._source.live:
-            return None
-        return single._store.schema
+        store = single.access.store if single is not None and not single.source.live else None
+        return store.schema if store is not None else None
 
     def resolve(self, given: Sequence[Any]) -> Indices | None:
         """The given indices, in ``range(length)``; None if one is not an integer, or is out of range."""
@@ -107,17 +111,18 @@ class Route:
 
     def sample_ids(self, indices: Indices) -> Ids:
         """The sample ids, in the single cache's store, of indices that :meth:`resolve` returned."""
-        return self.caches[0]._access.sample_ids(self._inner_indices(indices))
+        return current_of(self.caches[0]).access.sample_ids(self._inner_indices(indices))
 
     @property
     def spills(self) -> bool:
         """Whether some of the samples may lie on a disk."""
-        return any(cached._access.spills for cached in self.caches)
+        return any(each.access.spills for each in self.currents)
 
     @property
     def has_peers(self) -> bool:
         """Whether other machines may have samples of the single cache."""
-        return self.single is not None and self.single._remote is not None
+        single = self.single
+        return single is not None and single.remote is not None
 
     def prefetch(self, given: Any) -> None:
         """Announce that these samples are needed soon, so that those on a disk are read meanwhile."""
@@ -125,9 +130,9 @@ class Route:
         if indices is None:
             return
         inner = self._inner_indices(indices)
-        for number, cached in enumerate(self.caches):
+        for number, each in enumerate(self.currents):
             mine = inner if len(self.caches) == 1 else inner[self._which[indices] == number]
-            cached._access.prefetch(cached._access.sample_ids(mine))
+            each.access.prefetch(each.access.sample_ids(mine))
 
     def _inner_indices(self, indices: Indices) -> Indices:
         """The indices of the same samples in their cached datasets."""
@@ -140,25 +145,27 @@ class Route:
             indices: returned by :meth:`resolve`.
             uncached: samples by id that were just read to fill the single cache.
         """
-        if len(self.caches) == 1:
-            source, access = self.caches[0]._source, self.caches[0]._access
-            records_at_cut = access.records(self.sample_ids(indices), uncached)
+        single = self.single
+        if single is not None:
+            records_at_cut = single.access.records(self.sample_ids(indices), uncached)
             if self.by_row:
-                return [source.finish(sample) for sample in records_at_cut]
-            return source.finish_batch(records_at_cut)
+                return [single.source.finish(sample) for sample in records_at_cut]
+            return single.source.finish_batch(records_at_cut)
         which, inside = self._which[indices], self._inner_indices(indices)
+        currents = self.currents
         records: dict[int, Iterator[Any]] = {}
         for number in np.unique(which).tolist():
-            access = self.caches[number]._access
+            access = currents[number].access
             records[number] = access.records(access.sample_ids(inside[which == number]))
         # Live parts run in the batch's order, as they draw random numbers.
-        return [self.caches[number]._source.finish(next(records[number])) for number in which.tolist()]
+        return [currents[number].source.finish(next(records[number])) for number in which.tolist()]
 
     def all_present(self) -> bool:
         """Whether all samples of the dataset are cached now."""
-        if len(self.caches) > 1:
-            return all(cached._access.holds(None) for cached in self.caches)
-        return self.caches[0]._access.holds(self._inner)
+        single = self.single
+        if single is not None:
+            return single.access.holds(self._inner)
+        return all(each.access.holds(None) for each in self.currents)
 
 
 def fetched(dataset: Any, indices: Sequence[Any]) -> list[Any]:

@@ -36,7 +36,7 @@ from torch.utils.data import IterableDataset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from hotset._warnings import warn
-from hotset.dataset.cached_dataset import CachedDataset, Current
+from hotset.dataset.cached_dataset import Current, current_of, fill_for_workers, pass_begins
 from hotset.dataset.cached_stream import CachedStream
 from hotset.determinism.rng import Generators
 from hotset.errors import ArgumentError, StateError
@@ -143,16 +143,24 @@ class DataLoader(TorchDataLoader[T]):
             raise AssertionError(f"timeout must be 0 without workers, got {self.timeout}; set num_workers.")
         saved, self._saved = self._saved, None
         self._follow_stream(saved)
-        _begins = self._follow_caches()  # held until the pass has begun
+        route = route_to(self.dataset)
+        caches = route.caches if route is not None else []
+        running = self._inner is not None or self._iterator is not None
+        with pass_begins(caches, running=running, persistent=self.persistent_workers):
+            self._follow_caches([current_of(cached) for cached in caches], running=running)
+            return self._next_or_saved(saved)
+
+    def _next_or_saved(self, saved: SavedState | None) -> Any:
+        """Begin the next pass, or go on with a saved one, unless a window has moved on since."""
         windows = self._windows()
-        residents = [cached._window for cached in windows if cached._window is not None]
+        residents = [each.window for each in windows if each.window is not None]
         moved_on = saved is not None and saved.has_moved_on(Beginning(self), residents)
         if saved is None or moved_on or not saved.under_way:
-            for cached in windows:
-                cached._access.begin_next(self._helpers, self.multiprocessing_context)
+            for each in windows:
+                each.access.begin_next(self._helpers, self.multiprocessing_context)
         else:
-            for cached in windows:
-                cached._access.prepare(self._helpers, self.multiprocessing_context)
+            for each in windows:
+                each.access.prepare(self._helpers, self.multiprocessing_context)
         if saved is not None and not moved_on:
             return self._go_on(saved)
         last, fresh = self._pass, self._fresh
@@ -183,14 +191,14 @@ class DataLoader(TorchDataLoader[T]):
         """Begin a pass, or the rest of one, over these batches."""
         self._pass = run
         run.begin(self._header())
-        run.watch = tuple(cached._window.raise_errors for cached in self._windows() if cached._window)
+        run.watch = tuple(each.window.raise_errors for each in self._windows() if each.window)
         self._workers_begun = True
         route = self._route()
         summary = EpochSummary(run.number, _length(self), route.caches if route is not None else [])
         self.last_epoch = summary
         if route is not None and self.num_workers:
             for cached in route.caches:
-                cached._fill_for_workers()
+                fill_for_workers(cached)
         if route is None:
             ended = self._stream._ended if self._stream is not None else None
             size = self.batch_size or 1
@@ -287,8 +295,8 @@ class DataLoader(TorchDataLoader[T]):
         if self._route() is None or (self._stream is not None and _is_of_stream(state)):
             saved.require_replay(self, cut)
         saved.restore_samplers(Beginning(self))
-        for cached, position in zip(self._windows(), saved.windows, strict=True):
-            cached._access.go_to(position)
+        for each, position in zip(self._windows(), saved.windows, strict=True):
+            each.access.go_to(position)
         if saved.same_rank:
             saved.restore_globals()
         self._saved = saved
@@ -336,7 +344,7 @@ class DataLoader(TorchDataLoader[T]):
         return RemainingBatches(self._order, saved.position, begin, by_samples=by_samples)
 
     def _header(self) -> dict[str, Any]:
-        windows = [cached._window.state() for cached in self._windows() if cached._window]
+        windows = [each.window.state() for each in self._windows() if each.window]
         return header(self._identity(), cut_of(self.batch_sampler, self.sampler), self.num_workers, windows)
 
     @property
@@ -345,11 +353,11 @@ class DataLoader(TorchDataLoader[T]):
         cores = len(os.sched_getaffinity(0))
         return max(1, min(self.num_workers, cores - 1))
 
-    def _windows(self) -> list[CachedDataset[Any]]:
-        """The caches behind the dataset that have a running window."""
+    def _windows(self) -> list[Current]:
+        """What the caches behind the dataset are read by that have a running window."""
         route = route_to(self.dataset)
-        caches = route.caches if route is not None else []
-        return list({id(cached): cached for cached in caches if cached._window is not None}.values())
+        currents = route.currents if route is not None else []
+        return list({id(each): each for each in currents if each.window is not None}.values())
 
     def _identity(self) -> dict[str, Any]:
         stream = self._stream
@@ -427,22 +435,16 @@ class DataLoader(TorchDataLoader[T]):
             self._recorder = torch_loader(self, recording)
         return iter(self._recorder)
 
-    def _follow_caches(self) -> list[object]:
+    def _follow_caches(self, now: list[Current], *, running: bool) -> None:
         """Forget what is known of caches that were made anew because an attribute of their dataset was set.
 
-        Returns:
-            What stands for the pass, in each of the caches, until it has begun.
+        Args:
+            now: what their samples are read by in the pass that begins.
+            running: whether workers of an earlier pass run.
 
         Raises:
             ArgumentError: persistent workers have the dataset as it was.
         """
-        route = route_to(self.dataset)
-        running = self._inner is not None or self._iterator is not None
-        caches = route.caches if route is not None else []
-        begins = [
-            cached._pass_begins(running=running, persistent=self.persistent_workers) for cached in caches
-        ]
-        now = [cached._current for cached in caches]
         before = self._currents
         if before is not None and any(one is not other for one, other in zip(before, now, strict=False)):
             if running:
@@ -452,7 +454,6 @@ class DataLoader(TorchDataLoader[T]):
                 )
             self._known = self._watched = None
         self._currents = now
-        return begins
 
     def _live_generators(self) -> Generators | None:
         """The generators that live transforms, and samples as they are read, draw from in this process.
@@ -485,20 +486,21 @@ class DataLoader(TorchDataLoader[T]):
 
     def _local_gather(self, route: Route) -> LocalGather | None:
         single = route.single
-        if single is None or single._store is None or single._source.live:
+        store = single.access.store if single is not None and not single.source.live else None
+        if single is None or store is None:
             return None
         if self.batch_sampler is None or not is_known(self.collate_fn):
             return None
-        if self._gathers is None or self._gathers[0] is not single._store:
+        if self._gathers is None or self._gathers[0] is not store:
             ids = route.sample_ids(np.arange(min(route.length, _LOOKED_UP)))
-            cached_ids = single._store.in_common_form(ids)
+            cached_ids = store.in_common_form(ids)
             if not len(cached_ids):  # nothing was read so far
                 return None
             gather = make_gather(single, self.collate_fn, int(cached_ids[0]))
             pinned = self.pin_memory and torch.accelerator.is_available()
             size = single.plan.sample_bytes
             local = LocalGather(gather, size, pinned=pinned) if gather is not None else None
-            self._gathers = (single._store, local)
+            self._gathers = (store, local)
         return self._gathers[1]
 
     # ---- in this process -----------------------------------------------------------------------------
@@ -529,7 +531,7 @@ class DataLoader(TorchDataLoader[T]):
         self, route: Route, run: EpochProgress, batches: Any, summary: EpochSummary
     ) -> Iterator[Any]:
         if self._inner is None and _forks_beside_tokio(self.multiprocessing_context):
-            route.caches[0]._access.warn(
+            route.currents[0].access.warn(
                 "this process has threads of tokio, which libraries in Rust (obstore, for one) start as they "
                 "read first, and which a forked worker lacks: it would wait for them forever. Pass "
                 'multiprocessing_context="spawn" to the loader.',
@@ -539,7 +541,7 @@ class DataLoader(TorchDataLoader[T]):
         if self.persistent_workers:
             self._inner = inner
         assert self._buffers is not None
-        return WorkerBatches(inner, self._buffers, run, batches, summary, route.caches[0]._access.warn)
+        return WorkerBatches(inner, self._buffers, run, batches, summary, route.currents[0].access.warn)
 
     def _make_inner(self, route: Route) -> TorchDataLoader[Any]:
         if self._buffers is None:
@@ -568,7 +570,7 @@ class DataLoader(TorchDataLoader[T]):
             )
 
     def _make_buffers(self, route: Route) -> BatchBuffers:
-        sample = max(cached.plan.sample_bytes for cached in route.caches)
+        sample = max(each.plan.sample_bytes for each in route.currents)
         count = self.batch_size or (256 if self.batch_sampler is not None else 1)
         return BatchBuffers(max(_GROWTH * sample * count, _SMALLEST_BLOCK))
 

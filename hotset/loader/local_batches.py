@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import itertools
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hotset.dataset.cached_dataset import batches_made_here, pass_ends
 from hotset.dataset.pipeline import SampleStopped, stopped
 from hotset.loader.batch_builder import BatchBuilder, LocalGather
 from hotset.loader.batch_order import BatchOrder
@@ -118,7 +118,7 @@ class LocalBatches:
         self._readahead: HelperThread[None] = HelperThread("hotset-fetch")
         self._longest = _LONGEST_RUN_OF_A_DISK if route.spills else _LONGEST_RUN
         for cached in route.caches:
-            cached._pass = weakref.ref(self)  # until it is gone, a new length waits for the next pass
+            batches_made_here(cached, self)
 
     def __iter__(self) -> LocalBatches:
         return self
@@ -154,7 +154,7 @@ class LocalBatches:
 
     def _reading_ends(self) -> None:
         for cached in self._route.caches:
-            cached._pass_ends()
+            pass_ends(cached)
 
     def _hand_over(self, samples: int, start: float) -> None:
         self._order.top_up()
@@ -166,8 +166,8 @@ class LocalBatches:
     def sample_ids(self) -> Ids | None:
         """The ids of all samples of the epoch, ascending; None if batches cannot be made from ids."""
         single = self._single
-        store = single._store if single is not None else None
-        if self._gather is None or single is None or single._window is not None or store is None:
+        store = single.access.store if single is not None else None
+        if self._gather is None or single is None or single.window is not None or store is None:
             return None
         if self._has_peers:
             return None  # other machines have some of them
@@ -177,7 +177,7 @@ class LocalBatches:
 
     def generation(self) -> Any:
         """A value that changes when the cache is cleared; None while its content must not be used."""
-        store = self._single._store if self._single is not None else None
+        store = self._single.access.store if self._single is not None else None
         return (id(store), store.clear_generation()) if store is not None else None
 
     def select(self) -> Ids | None:
@@ -237,7 +237,7 @@ class LocalBatches:
         later = self._order.peek(0)
         resolved = self._route.resolve(later) if later is not None else None
         if resolved is not None and self._single is not None:
-            self._single._access.ask_ahead(self._route.sample_ids(resolved))
+            self._single.access.ask_ahead(self._route.sample_ids(resolved))
 
     def _make(self, indices: Any) -> Any:
         """The batch of these indices."""
@@ -275,7 +275,7 @@ class LocalBatches:
 
     def _counted(self, batch: Any, ids: Ids) -> Any:
         if self._single is not None:
-            self._single._access.count_hits(ids)
+            self._single.access.count_hits(ids)
         return batch
 
     def _gather_here(self, ids: Ids) -> Any | None:

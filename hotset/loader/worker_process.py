@@ -242,16 +242,16 @@ class _InWorker:
         self._not_gathered = not is_known(collate_fn)
         self._pools: dict[Address, SharedBlocks] = {}
         self._told: list[tuple[str, str]] = []
-        self._draws = any(cached._source.live for cached in route.caches) or not _is_still(collate_fn)
+        self._draws = any(each.source.live for each in route.currents) or not _is_still(collate_fn)
         self._generators: Generators | None = None
         info = get_worker_info()
         self._worker = info.id if info is not None else 0
-        for cached in route.caches:
-            cached._access.warn = self._report_warning
+        for each in route.currents:
+            each.access.warn = self._report_warning
         single = route.single
         self.upcoming: Upcoming | None = None
-        if single is not None and single._window is None and single._remote is None:
-            self.upcoming = Upcoming(single._access, route.sample_ids)
+        if single is not None and single.window is None and single.remote is None:
+            self.upcoming = Upcoming(single.access, route.sample_ids)
 
     def answer(self, task: Task) -> BatchMessage:
         if task.ahead is not None and self.upcoming is not None:
@@ -263,7 +263,7 @@ class _InWorker:
         batch = self._batch(task.indices, buffer) if not task.idle else None
         told = tuple(self._told)
         self._told.clear()
-        self._draws |= any(cached._access.draws for cached in self.route.caches)
+        self._draws |= any(each.access.draws for each in self.route.currents)
         states = pack(self._drawn_from().states()) if self._draws else None
         report = WorkerReport(self._worker, buffer.needed, samples_in(task.indices), told, states)
         pool = task.pool.inode if task.pool is not None else 0
@@ -302,7 +302,7 @@ class _InWorker:
         if (
             resolved is not None
             and single is not None
-            and not single._source.live
+            and not single.source.live
             and is_known(self.collate_fn)
         ):
             batch, uncached = self._builder.filled(
@@ -315,8 +315,9 @@ class _InWorker:
     def _prepare(self, buffer: BatchBuffer, ids: Ids, records: Sequence[RecordBatch]) -> Copy | None:
         single = self.route.single
         assert single is not None
-        if self._gather is None and not self._not_gathered and single._store is not None:
-            cached_ids = single._store.in_common_form(ids)
+        store = single.access.store if self._gather is None and not self._not_gathered else None
+        if store is not None:
+            cached_ids = store.in_common_form(ids)
             if not len(cached_ids):
                 return None
             self._gather = make_gather(single, self.collate_fn, int(cached_ids[0]))
@@ -340,7 +341,7 @@ def _is_still(collate_fn: Callable[[Any], Any]) -> bool:
 
 def random_parts(route: Route, collate_fn: Callable[[Any], Any]) -> list[Any]:
     """The objects that may draw random numbers when batches are made of samples."""
-    parts = [part for cached in route.caches for part in cached._source.random_parts]
+    parts = [part for each in route.currents for part in each.source.random_parts]
     return parts if _is_still(collate_fn) else [*parts, collate_fn]
 
 

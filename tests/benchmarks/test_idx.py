@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 import hotset
+from hotset.dataset.cached_dataset import current_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "mnist.py"
 
@@ -205,7 +206,7 @@ def test_pictures_for_lenet_are_resized_rescaled_and_normalised(digits: Any) -> 
 def test_all_of_it_is_cached_and_nothing_is_changed(digits: Any, tmp_path: Path) -> None:
     plain, _ = mnist.open_digits(None)
     with hotset.cache(mnist.open_digits(None)[0], memory="64MiB") as cached:
-        assert not cached._source.live
+        assert not current_of(cached).source.live
         batches = list(hotset.DataLoader(cached, batch_size=100))
         assert cached.stats().cached == len(plain)
         again = list(hotset.DataLoader(cached, batch_size=100))

@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 from samples import big_image_and_label as image
-from stores import ids
+from stores import ids, store_of
 from torch.utils.data.distributed import DistributedSampler
+
+from hotset.dataset.cached_dataset import current_of
 
 pytest.importorskip("zmq", reason="pyzmq, which carries records between machines, is not installed")
 
@@ -315,7 +317,7 @@ class _Asking(machines._Trainer):
     def asks(self, dealt: bool) -> list[list[int]]:
         """What a loader whose order is known asks for ahead in an epoch."""
         found: list[list[int]] = []
-        way = self._cached._remote
+        way = current_of(self._cached).remote
         prefetch = way.prefetch
 
         def heard(store: Store, wanted: Any) -> None:
@@ -355,7 +357,7 @@ def test_the_next_batch_is_asked_for_ahead_unless_it_is_gathered_already(
 class _Full(machines._Trainer):
     def was_full(self) -> None:
         """As if a larger sample had once found no room."""
-        self._cached._store.allocator.why_full = "it was full"
+        store_of(self._cached).allocator.why_full = "it was full"
 
 
 def test_nobody_is_told_that_no_more_fit_where_all_have_a_place(

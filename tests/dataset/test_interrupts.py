@@ -18,6 +18,7 @@ import warnings
 
 import torch
 from helpers import often
+from stores import store_of
 from torch.utils.data import Dataset
 
 import hotset
@@ -145,7 +146,7 @@ for body in (fill, read, join, make):
 pid = os.fork()
 if pid == 0:
     signal.alarm(100)
-    with cached._access.store.participant.short_lock() as held, sessions.one_at_a_time():
+    with store_of(cached).participant.short_lock() as held, sessions.one_at_a_time():
         os._exit(0 if held else 1)
 print("locks", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 print("wrong", wrong(cached.__getitems__(list(range(N))), range(N)), cached.check())

@@ -17,6 +17,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import hotset
+from hotset.dataset.cached_dataset import current_of
 
 N = 14
 v2: Any = None
@@ -212,10 +213,10 @@ def test_what_a_dataset_counts_or_makes_for_itself_leaves_the_plan_alone() -> No
             return self._transform(frame(range(N)[index], 0)), index
 
     with hotset.cache(Counts(), memory="64MiB") as cached:
-        before = cached._current
+        before = current_of(cached)
         for _ in range(2):
             list(hotset.DataLoader(cached, batch_size=4))
-        assert cached._current is before
+        assert current_of(cached) is before
         assert cached.stats().cached == N
 
 

@@ -45,11 +45,13 @@ from live import draw_all
 from resuming import check, deterministic_halve, through_a_checkpoint, training
 from samples import big_image_and_label, image_and_label, mapping, nested, opaque, ragged, text
 from sources import Counting, PlainError, Raising, ReadLog, Samples
+from stores import store_of
 from torch.utils.data import ConcatDataset, Dataset, Subset
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import hotset
 from hotset.dataset import active_window as residents
+from hotset.dataset.cached_dataset import current_of
 from hotset.dataset.window import Sizes
 from hotset.errors import ArgumentError, HotsetWarning, QuantityError, StateError
 from hotset.policy.window import RunningWindow, epoch_order
@@ -168,7 +170,7 @@ def cursor_of(cached: Any) -> int:
 
 def memory_of(cached: Any) -> int:
     """Bytes of the records: the whole segment without its index."""
-    segment = cached._store.segment
+    segment = store_of(cached).segment
     taken: int = 512 * os.fstat(segment.fd).st_blocks - segment.geometry.rows_at
     return taken
 
@@ -176,13 +178,13 @@ def memory_of(cached: Any) -> int:
 def ready(cached: Any, count: int = R) -> None:
     """Wait until this many of the next samples are cached."""
     after = cursor_of(cached) + len(cached)
-    assert eventually(lambda: cached._store.settled(np.arange(after, after + count)).all())
+    assert eventually(lambda: store_of(cached).settled(np.arange(after, after + count)).all())
 
 
 def incoming(cached: Any, count: int) -> list[int]:
     """The numbers of the next samples."""
     after = cursor_of(cached) + len(cached)
-    return [cached._window.sample(entry) for entry in range(after, after + count)]
+    return [current_of(cached).window.sample(entry) for entry in range(after, after + count)]
 
 
 # ---- what an epoch has -------------------------------------------------------------------------------
@@ -299,7 +301,7 @@ def test_each_sample_is_read_once_ahead_of_its_use(make: Make, tmp_path: Path) -
         numbers(loader)
         assert cursor_of(cached) == epoch * R
         ready(cached)
-    assert log.counts() == Counter(cached._window.sample(entry) for entry in range(8 * R + N + R))
+    assert log.counts() == Counter(current_of(cached).window.sample(entry) for entry in range(8 * R + N + R))
     stats = cached.stats()
     assert (stats.cached, stats.uncached, stats.late) == (N, 0, 0)
     assert (stats.hits, stats.misses) == (8 * N, N), "what is read ahead is there when it is used"
@@ -434,28 +436,28 @@ def test_late_samples_are_counted_warned_of_once_and_added_later_without_waiting
     numbers(loader)
     assert os.getpid() not in gated.waited(), "training has not waited"
     gated.open()
-    assert (cached.stats().late, cached._window.position.behind) == (6, 6)
+    assert (cached.stats().late, current_of(cached).window.position.behind) == (6, 6)
     cursors = []
     for _ in range(5):  # there is room for two more beside the two of each boundary
-        ready(cached, min(R + cached._window.position.behind, 2 * R))
+        ready(cached, min(R + current_of(cached).window.position.behind, 2 * R))
         used = numbers(loader)
         cursors.append(cursor_of(cached))
     assert cursors == [4, 8, 12, 14, 16], "all of it is made up: 8 boundaries, 2 at each"
     assert len(set(used) - set(first)) > 4
-    assert (cached.stats().late, cached._window.position.behind) == (6, 0)
+    assert (cached.stats().late, current_of(cached).window.position.behind) == (6, 0)
 
 
 def test_samples_that_are_ready_enter_without_the_late_ones(make: Make, gated: Gated) -> None:
     cached = make(gated, hotset.Window(N, replace=0.5))
     gated.shut(incoming(cached, 8)[2:3])
     # A helper may read them together with the one that waits.
-    cached._access.fill(np.arange(N, N + 2), keep=False)
-    cached._access.fill(np.arange(N + 3, N + 4), keep=False)
+    current_of(cached).access.fill(np.arange(N, N + 2), keep=False)
+    current_of(cached).access.fill(np.arange(N + 3, N + 4), keep=False)
     loader = loader_over(cached)
     first = numbers(loader)
     again = numbers(loader)
     assert (cursor_of(cached), cached.stats().late) == (2, 2), "up to the first that is missing"
-    assert set(again) - set(first) == set(map(cached._window.sample, (N, N + 1)))
+    assert set(again) - set(first) == set(map(current_of(cached).window.sample, (N, N + 1)))
 
 
 def test_with_wait_the_boundary_waits(make: Make, gated: Gated) -> None:
@@ -482,7 +484,7 @@ def test_with_wait_the_boundary_waits(make: Make, gated: Gated) -> None:
 def test_with_wait_the_cursor_is_certain_though_something_cannot_be_kept(make: Make) -> None:
     cached = make()
     # Far ahead, in the slots of what comes at the fifth boundary.
-    cached._access.fill(np.arange(30, 32), keep=False)
+    current_of(cached).access.fill(np.arange(30, 32), keep=False)
     loader = loader_over(cached)
     reference = Reference(Samples(tagged, D), QUARTER)
     for epoch in range(12):
@@ -495,7 +497,7 @@ def test_auto_takes_what_is_ready_up_to_half_and_nothing_is_late(make: Make, gat
     loader = loader_over(cached)
     gated.shut(incoming(cached, 5)[3:])
     # A helper may read them together with the one that waits.
-    cached._access.fill(np.arange(N, N + 3), keep=False)
+    current_of(cached).access.fill(np.arange(N, N + 3), keep=False)
     first = numbers(loader)
     second = numbers(loader)
     assert cursor_of(cached) == 3
@@ -516,9 +518,9 @@ def test_the_first_epoch_fills_the_window_and_helpers_do_not_overtake_it(make: M
     log.reset()
     batches = iter(loader_over(cached))
     next(batches)
-    residents = cached._window
+    residents = current_of(cached).window
     assert set(log.order()) <= set(incoming(cached, R)) | {
-        residents.sample(int(entry)) for entry in residents.entries(np.arange(N), cached._store)
+        residents.sample(int(entry)) for entry in residents.entries(np.arange(N), store_of(cached))
     }
     assert log.total() >= 4
     list(batches)
@@ -540,7 +542,7 @@ def test_prefill_fills_before_the_first_epoch_and_shows_how_far_it_is(
     log.reset()
     batches = iter(loader_over(cached, num_workers=workers))
     assert cached.stats().cached == N
-    assert set(log.counts()) >= {cached._window.sample(entry) for entry in range(N)}
+    assert set(log.counts()) >= {current_of(cached).window.sample(entry) for entry in range(N)}
     assert re.search(r"Counting .*0/8.*8/8", shown.getvalue(), re.DOTALL)
     assert len(numbers(batches)) == N
     assert cached.stats().hits == N
@@ -599,12 +601,12 @@ def test_an_epoch_begun_by_set_epoch_is_not_begun_again_by_the_loader(make: Make
     cached.set_epoch(0)
     cached.set_epoch(1)
     numbers(loader)
-    assert (cached._window.position.epoch, cursor_of(cached)) == (1, R)
+    assert (current_of(cached).window.position.epoch, cursor_of(cached)) == (1, R)
     numbers(loader)
-    assert (cached._window.position.epoch, cursor_of(cached)) == (2, 2 * R)
+    assert (current_of(cached).window.position.epoch, cursor_of(cached)) == (2, 2 * R)
     cached.set_epoch(3)
     numbers(loader)
-    assert (cached._window.position.epoch, cursor_of(cached)) == (3, 3 * R)
+    assert (current_of(cached).window.position.epoch, cursor_of(cached)) == (3, 3 * R)
 
 
 def test_the_window_continues_if_epochs_are_counted_from_0_again(make: Make) -> None:
@@ -725,7 +727,7 @@ def test_an_error_while_preparing_is_raised_with_the_next_batch(make: Make, tmp_
     cached = make(source, hotset.Window(N, replace=0.25))
     source.arm()
     batches = iter(loader_over(cached, batch_size=1))
-    assert eventually(lambda: cached._window._pool.idle)
+    assert eventually(lambda: current_of(cached).window._pool.idle)
     found = failure(lambda: next(batches))
     assert found.kind is PlainError
     assert "prefetch worker" in found.text
@@ -781,7 +783,7 @@ def test_a_sample_that_can_never_be_read_does_not_hold_the_window_up(make: Make,
             except PlainError as error:
                 taken_apart(error)
                 raised += 1
-            assert eventually(lambda: cached._window._pool.idle)
+            assert eventually(lambda: current_of(cached).window._pool.idle)
             if cursor_of(cached) >= 12:
                 break
     assert raised >= 2
@@ -922,7 +924,9 @@ def test_there_are_as_many_helpers_as_workers_and_a_core_is_left(
     begun: list[int] = []
     cached = make()
     monkeypatch.setattr(
-        type(cached._access), "begin_next", lambda self, processes, context: begun.append(processes)
+        type(current_of(cached).access),
+        "begin_next",
+        lambda self, processes, context: begun.append(processes),
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -934,7 +938,7 @@ def test_there_are_as_many_helpers_as_workers_and_a_core_is_left(
 def test_entries_far_ahead_never_hold_the_window_up(make: Make) -> None:
     """A helper of another process may fill them, from a list made before the window was moved back."""
     cached = make(Samples(tagged, D), QUARTER)
-    cached._access.fill(np.arange(30, 32), keep=False)
+    current_of(cached).access.fill(np.arange(30, 32), keep=False)
     loader = loader_over(cached)
     for epoch in range(8):
         assert len(numbers(loader)) == N
@@ -1085,7 +1089,7 @@ def test_late_samples_are_part_of_the_state(make: Make, gated: Gated) -> None:
     again = make(gated, window)
     loader = loader_over(again)
     loader.load_state_dict(state)
-    assert again._window.position == cached._window.position == (1, 0, 2)
+    assert current_of(again).window.position == current_of(cached).window.position == (1, 0, 2)
     numbers(loader)
     assert cursor_of(again) == 4, "in a cold cache there is nothing to wait for: what was late goes in"
 

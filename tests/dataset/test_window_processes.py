@@ -30,6 +30,7 @@ from test_window import QUARTER, D, Gated, N, R, Reference, cursor_of, loader_ov
 from torch.utils.data.distributed import DistributedSampler
 
 import hotset
+from hotset.dataset.cached_dataset import current_of
 from hotset.errors import HotsetWarning
 from hotset.policy.window import RunningWindow
 
@@ -102,7 +103,7 @@ def prepared(state: dict[str, Any]) -> None:
 
 
 def position(state: dict[str, Any]) -> Any:
-    return tuple(state["cached"]._window.position)
+    return tuple(current_of(state["cached"]).window.position)
 
 
 def saved(state: dict[str, Any]) -> Any:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import TypeAdapter
 from sources import Samples
+from stores import store_of
 
 import hotset
 from hotset._warnings import printable
@@ -271,8 +272,7 @@ def test_what_other_machines_sent_are_hits() -> None:
     with hotset.cache(Samples(torch.tensor, 10), session="a") as cached:
         for index in (0, 1, 0, 1):
             cached[index]
-        assert cached._store is not None
-        cached._store.segment.slots[3, Slot.PEER_HITS] = 4
+        store_of(cached).segment.slots[3, Slot.PEER_HITS] = 4
         (seen,) = reports.report(session).caches
     assert (seen.peer_hits, seen.hit_rate) == (4, (seen.hits + 4) / (seen.hits + 4 + seen.misses))
     found = SessionReport(

@@ -27,10 +27,12 @@ from helpers import equal_batches, eventually, failure, is_a_sentence, rarely, r
 from samples import image_and_label, mapping
 from samples import number as its_number
 from sources import PlainError, ReadLog, Samples, Stalling
+from stores import store_of
 from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 import hotset
+from hotset.dataset.cached_dataset import current_of
 from hotset.session import catalog as registry
 from hotset.session import find_or_create, job
 from hotset.session.named_lock import LOCK_FILE
@@ -154,7 +156,7 @@ def make_with_key(state: dict[str, Any], dataset: Any) -> list[str]:
 
 
 def nonce(state: dict[str, Any], name: str = "cached") -> str:
-    found: str = state[name]._store.segment.nonce.hex()
+    found: str = store_of(state[name]).segment.nonce.hex()
     return found
 
 
@@ -810,9 +812,9 @@ def test_a_key_is_not_shared_by_transforms_of_other_names(monkeypatch: pytest.Mo
 def test_both_halves_of_a_data_set_that_was_cut_are_told_the_epoch() -> None:
     source = Cut()
     with hotset.cache(hotset.deterministic(source), cut=1) as cached:
-        assert cached._source.dataset is not source
+        assert current_of(cached).source.dataset is not source
         cached.set_epoch(5)
-        assert (source.epoch, cached._source.dataset.epoch) == (5, 5)
+        assert (source.epoch, current_of(cached).source.dataset.epoch) == (5, 5)
 
 
 class Cut(Dataset[Any]):

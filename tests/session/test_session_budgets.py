@@ -20,9 +20,11 @@ from kills import child, kill, lingering
 from samples import jpeg_like, kilobyte, mapping
 from session_places import MIB, N, read_all, taken
 from sources import Samples
+from stores import store_of
 
 import hotset
 from hotset import HotsetWarning
+from hotset.dataset.cached_dataset import current_of
 from hotset.errors import SessionError
 from hotset.session import server_quota as servers
 from hotset.session import sessions
@@ -151,7 +153,7 @@ def test_511_caches_are_one_too_many_in_a_sentence(runtime: Path) -> None:
 def fill_through(key: str, make: Any, seed: int) -> None:
     order = np.random.default_rng(seed).permutation(400)
     cached = hotset.cache(Samples(make, 400), session="a", key=key)
-    cached._access.warn = lambda sentence: None
+    current_of(cached).access.warn = lambda sentence: None
     for i in order.tolist():
         equal_batches(cached[i], make(i))
     cached.close()
@@ -200,7 +202,7 @@ def test_a_caches_own_memory_and_spill_narrow_its_share(disk: str) -> None:
     session = sessions.create("a", memory=MIB, spill=disk)
     with hotset.cache(Samples(kilobyte, N), session="a", memory="10KiB", key="small") as cached:
         read_all(cached, kilobyte)
-        assert taken(cached._store.segment) <= 10 << 10  # type: ignore[union-attr]
+        assert taken(store_of(cached).segment) <= 10 << 10
         assert 0 < cached.stats().spilled < N
     with hotset.cache(Samples(kilobyte, N), session="a", memory="10KiB", spill=False, key="no") as cached:
         with pytest.warns(HotsetWarning, match="no more fit"):
@@ -226,7 +228,7 @@ def test_a_servers_budget_bounds_its_sessions_together(disk: str) -> None:
     with pytest.warns(HotsetWarning, match="was destroyed"):
         read_all(caches[0], kilobyte, 60)
     caches[1].clear()
-    room = caches[1]._store.allocator  # type: ignore[union-attr]
+    room = store_of(caches[1]).allocator
     room._refused_until = 0.0  # as after half a second
     read_all(caches[1], kilobyte, 60)
     assert 40_000 < report(found[1]).memory <= 50_000, "what is destroyed is free for others"
@@ -253,7 +255,7 @@ def test_what_is_cleared_is_free_for_others() -> None:
         ):
             read_all(one, kilobyte)
             one.clear()
-            two._access.warn = lambda sentence: None
+            current_of(two).access.warn = lambda sentence: None
             read_all(two, kilobyte)
             return two.stats().cached
 

@@ -41,10 +41,12 @@ from live import draw_all, halve
 from programs import Programs
 from samples import big_image_and_label, image_and_label, jpeg_like, kilobyte, mapping
 from sources import PlainError, ReadLog, Samples
+from stores import store_of
 from torch.utils.data import DataLoader
 
 import hotset
 from hotset import HotsetWarning, Window
+from hotset.dataset.cached_dataset import current_of
 from hotset.errors import ArgumentError, NotCacheable, QuantityError, SegmentError, SessionError
 from hotset.loader import local_batches as local
 from hotset.session import file_names, find_or_create, reports, sessions
@@ -489,7 +491,7 @@ def test_a_job_that_joins_a_condemned_cache_is_told() -> None:
     sessions.create("shared", memory=MIB)
     with hotset.cache(Samples(mapping, N), session="shared") as cached:
         read_all(cached, mapping)
-        cached._store.invalidate()  # type: ignore[union-attr]
+        store_of(cached).invalidate()
     with recorded() as told, hotset.cache(Samples(mapping, N), session="shared") as cached:
         read_all(cached, mapping)
     del cached
@@ -503,9 +505,7 @@ def test_a_full_disk_of_a_session_that_persists_is_told_as_what_it_is(disk: str)
         from test_spill import no_room
 
         with hotset.cache(Samples(mapping, N), session="shared") as cached:
-            assert cached._store is not None
-            assert cached._store.spill is not None
-            cached._store.spill.allocator._free = no_room
+            store_of(cached).spill.allocator._free = no_room
             with pytest.warns(HotsetWarning) as caught:
                 read_all(cached, mapping)
             assert cached.stats().cached == N
@@ -525,7 +525,7 @@ def test_jobs_end_well_when_their_session_goes(log: ReadLog, disk: str, runtime:
         rng = np.random.default_rng(seed)
         with recorded() as caught, hotset.cache(Counted(jpeg_like, log), session="shared") as cached:
             begun = False
-            while cached._store is not None:
+            while current_of(cached).access.store is not None:
                 i = int(rng.integers(N))
                 equal_batches(cached[i], jpeg_like(i))
                 if not begun and cached.stats().cached > N // 2:
@@ -656,8 +656,7 @@ def stopped_in_its_copy() -> None:
         warnings.simplefilter("ignore")
         cached = hotset.cache(Samples(make, N), session="a")
         read_all(cached, make)
-        store = cached._store
-        assert store is not None
+        store = store_of(cached)
         block = store._block
 
         def stopping(size: int) -> Any:
@@ -682,8 +681,7 @@ def test_mapping_ahead_takes_nothing_of_what_was_given_back(monkeypatch: pytest.
 
     monkeypatch.setattr(Segment, "populate", late)
     with hotset.cache(Samples(big, 8), session="a") as cached:
-        store = cached._store
-        assert store is not None
+        store = store_of(cached)
         assert sessions.destroy(session) > 8 * MIB
         go.set()
         for thread in threading.enumerate():
@@ -758,8 +756,7 @@ def test_what_lies_on_a_disk_is_announced_before_it_is_read(
         list(loader)
         announced.clear()  # workers' own lists are theirs: what is in this one, the main process has said
         list(loader)
-        store = cached._store
-        assert store is not None
+        store = store_of(cached)
         assert store.spill is not None
         geometry = store.spill.segment.geometry
         starts = (store.words(np.arange(N)) & ROW_MASK) * geometry.stride + geometry.rows_at
@@ -783,8 +780,7 @@ def test_who_joins_a_full_cache_maps_what_it_holds_and_no_more(monkeypatch: pyte
             cached[i]
         assert mapped == [], "who fills it maps nothing"
     with hotset.cache(Samples(big, 8), session="a") as cached:
-        store = cached._store
-        assert store is not None
+        store = store_of(cached)
         geometry, rows = store.segment.geometry, int(store.segment.live[Live.ROWS_NEXT])
         end = geometry.rows_at + rows * geometry.stride
         assert eventually(lambda: bool(mapped) and mapped[-1][1] == end)

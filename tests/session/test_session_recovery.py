@@ -15,9 +15,11 @@ from kills import child, ended
 from samples import jpeg_like, kilobyte, mapping
 from session_places import MIB, N, old, read_all, reboot, spilled, taken
 from sources import Samples
+from stores import store_of
 
 import hotset
 from hotset import HotsetWarning
+from hotset.dataset.cached_dataset import current_of
 from hotset.session import catalog as registry
 from hotset.session import recovery, sessions
 from hotset.session import server_quota as servers
@@ -164,7 +166,7 @@ def test_a_session_that_persists_is_there_after_a_reboot(memory: int, disk: str,
         assert sessions.sessions() == [session]
         assert recovery.recover() == []
         with hotset.cache(Samples(mapping, N), session="a") as cached:
-            cached._source.dataset.make = None  # whoever reads the source fails
+            current_of(cached).source.dataset.make = None  # whoever reads the source fails
             read_all(cached, mapping, N // 2)
             assert cached.stats().spilled == N // 2
             assert cached.check() == []
@@ -219,7 +221,7 @@ def test_another_data_set_is_not_served_what_was_kept(disk: str, runtime: Path) 
 def test_a_cache_that_was_found_stale_is_not_served_after_a_reboot(disk: str, runtime: Path) -> None:
     persisted(disk)
     with hotset.cache(Samples(mapping, N), session="a") as cached:
-        cached._store.invalidate()  # type: ignore[union-attr]
+        store_of(cached).invalidate()
     del cached
     reboot(runtime)
     with pytest.warns(HotsetWarning, match="no longer gives"):
@@ -253,7 +255,7 @@ def test_a_caches_own_memory_is_kept_over_a_reboot(disk: str, runtime: Path) -> 
     reboot(runtime)
     with hotset.cache(Samples(kilobyte, N), session="a", memory="4KiB") as cached:
         read_all(cached, kilobyte)
-        found = taken(cached._store.segment)  # type: ignore[union-attr]
+        found = taken(store_of(cached).segment)
     del cached
     assert found <= 4096
 

@@ -12,6 +12,7 @@ from helpers import is_a_sentence
 from samples import mapping
 from session_places import MIB, N, read_all, reboot
 from sources import Samples
+from stores import store_of
 
 import hotset
 from hotset import HotsetWarning
@@ -84,8 +85,7 @@ def test_what_an_audit_has_found_out_of_date_stays_so_after_a_reboot(disk: str, 
     sessions.create("a", memory=MIB, spill=disk, persist=True)
     with hotset.cache(Samples(mapping, N), session="a") as cached:
         read_all(cached, mapping)
-        assert cached._store is not None
-        assert cached._store.invalidate()
+        assert store_of(cached).invalidate()
     reboot(runtime)
     with pytest.warns(HotsetWarning, match="an audit had found") as told:
         cached = hotset.cache(Samples(mapping, N), session="a")

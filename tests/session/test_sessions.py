@@ -14,6 +14,7 @@ from kills import child, ended, lingering
 from samples import constant_row, mapping
 from session_places import MIB, N, read_all, spilled
 from sources import Samples
+from stores import store_of
 
 import hotset
 from hotset import HotsetWarning
@@ -162,10 +163,8 @@ def test_what_is_no_ledger_is_passed_over(content: bytes, runtime: Path) -> None
 def test_destroying_gives_memory_and_disk_back_under_jobs_that_read(disk: str, runtime: Path) -> None:
     session = sessions.create("a", memory=150_000, spill=disk)
     cached = hotset.cache(Samples(constant_row, N), session="a", memory=130_000)
-    assert cached._store is not None
-    assert cached._store.spill is not None
     read_all(cached, constant_row, 10)
-    first, second = cached._store.segment, cached._store.spill.segment
+    first, second = store_of(cached).segment, store_of(cached).spill.segment
 
     def blocks() -> tuple[int, int]:
         return tuple(512 * os.fstat(one.fd).st_blocks - one.geometry.rows_at for one in (first, second))  # type: ignore[return-value]

@@ -15,6 +15,7 @@ import pytest
 import samples
 from helpers import equal_batches, recorded
 from sources import Counting, ReadLog, Samples
+from stores import store_of
 from torch.utils.data import DataLoader
 
 import hotset
@@ -174,8 +175,8 @@ def test_words_in_memory_that_name_nothing_are_damage(
         for _ in range(2):
             equal_batches(read(), expected)
         assert cached.stats().cached == N
-        damage(cached._store, 10)  # in `optional`, one of its own form
-        assert bool(cached._store.segment.index[10] & OWN_FORM) is (make is optional)
+        damage(store_of(cached), 10)  # in `optional`, one of its own form
+        assert bool(store_of(cached).segment.index[10] & OWN_FORM) is (make is optional)
         with pytest.warns(HotsetWarning, match="sample 10 is damaged in memory"):
             equal_batches(read(), expected)
         with warnings.catch_warnings():
@@ -193,7 +194,7 @@ def on_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("HOTSET_RUNTIME_DIR", str(tmp_path / "run"))
     session = sessions.create("a", memory=MIB)
     with hotset.cache(Samples(samples.ragged, N), session="a") as cached:
-        if cached._store.segment.trusted:
+        if store_of(cached).segment.trusted:
             pytest.skip("temporary files are in memory here")
         yield cached
     sessions.destroy(session)
@@ -203,7 +204,7 @@ def test_dimensions_that_a_disk_has_damaged_allocate_nothing(on_a_disk: Any) -> 
     expected = [samples.ragged(i) for i in range(N)]
     for _ in range(2):
         equal_batches([on_a_disk[i] for i in range(N)], expected)
-    dimensions_of_terabytes(on_a_disk._store, 10)
+    dimensions_of_terabytes(store_of(on_a_disk), 10)
     with pytest.warns(HotsetWarning, match="sample 10 is damaged on the disk"):
         equal_batches([on_a_disk[i] for i in range(N)], expected)
     equal_batches([on_a_disk[i] for i in range(N)], expected)
@@ -216,9 +217,9 @@ def test_a_file_on_a_disk_is_verified_again_now_and_then(
     expected = [samples.ragged(i) for i in range(N)]
     for _ in range(2):
         equal_batches([on_a_disk[i] for i in range(N)], expected)
-    row = int(on_a_disk._store.segment.index[10] & ROW_MASK)
-    place = int(on_a_disk._store.rows[row, RECORD_HEADER : RECORD_HEADER + 8].view(np.int64)[0])
-    on_a_disk._store.lines[split_tail(place)[0], 3] ^= 1
+    row = int(store_of(on_a_disk).segment.index[10] & ROW_MASK)
+    place = int(store_of(on_a_disk).rows[row, RECORD_HEADER : RECORD_HEADER + 8].view(np.int64)[0])
+    store_of(on_a_disk).lines[split_tail(place)[0], 3] ^= 1
     monkeypatch.setattr("hotset.store.verification._BELIEVED_SECONDS", 0.0)
     with pytest.warns(HotsetWarning, match="sample 10"):
         equal_batches([on_a_disk[i] for i in range(N)], expected)
@@ -236,9 +237,9 @@ def test_a_record_that_was_stored_anew_is_verified_anew(on_a_disk: Any) -> None:
         equal_batches([on_a_disk[i] for i in range(N)], expected)
     on_a_disk.clear()
     equal_batches([on_a_disk[i] for i in range(N)], expected)
-    row = int(on_a_disk._store.segment.index[10] & ROW_MASK)
-    place = int(on_a_disk._store.rows[row, RECORD_HEADER : RECORD_HEADER + 8].view(np.int64)[0])
-    on_a_disk._store.lines[split_tail(place)[0], 3] ^= 1
+    row = int(store_of(on_a_disk).segment.index[10] & ROW_MASK)
+    place = int(store_of(on_a_disk).rows[row, RECORD_HEADER : RECORD_HEADER + 8].view(np.int64)[0])
+    store_of(on_a_disk).lines[split_tail(place)[0], 3] ^= 1
     with pytest.warns(HotsetWarning, match="sample 10"):
         equal_batches([on_a_disk[i] for i in range(N)], expected)
     assert on_a_disk.check() == []
@@ -252,7 +253,7 @@ def test_a_spilled_record_that_is_damaged_is_read_again_and_kept(runtime: Path, 
         for _ in range(2):
             equal_batches([cached[i] for i in range(N)], expected)
         log.reset()
-        store = cached._store
+        store = store_of(cached)
         spill = store.spill
         row = int(spill.segment.index[10] & ROW_MASK)
         at = spill.segment.geometry.rows_at + row * spill.segment.geometry.stride

@@ -24,7 +24,7 @@ from kills import in_child
 from samples import Colour, Opaque, Pair, Record
 from session_places import reboot
 from sources import Counting, ReadLog, Samples
-from stores import attached, clear_and_meanwhile, count, ids, stored, wrong
+from stores import attached, clear_and_meanwhile, count, ids, store_of, stored, wrong
 from test_schema import trees
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.collate import default_collate_fn_map
@@ -247,8 +247,7 @@ def test_default_batches_are_gathered_though_the_first_sample_is_odd(workers: in
             got = list(loader)
         expected = list(DataLoader(torch.utils.data.Subset(Samples(make, N), indices), batch_size=13))
         equal_batches(got, expected)
-        assert cached._store is not None
-        assert cached._store.schema.to_json() == Schema.infer([make(1)], as_lies=False).to_json()
+        assert store_of(cached).schema.to_json() == Schema.infer([make(1)], as_lies=False).to_json()
 
 
 # What cannot be cached

@@ -34,13 +34,14 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from kills import child, ended, in_child, lingering
 from live import draw_all
 from sources import Counting, ReadLog, Samples
-from stores import attached, count, ids, stored, wrong
+from stores import attached, count, ids, store_of, stored, wrong
 from test_store_machine import N as MACHINE_N
 from test_store_machine import StoreMachine, fits, used, version
 from torch.utils.data import DataLoader, Dataset
 
 import hotset
 from hotset import HotsetWarning
+from hotset.dataset.cached_dataset import current_of
 from hotset.session import spill_dirs as spills
 from hotset.store import segment as segment_module
 from hotset.store.format import LINE, ON_DISK, PRESENT, RECORD, RECORD_HEADER, ROW_MASK, Live, Slot
@@ -360,9 +361,8 @@ def test_a_loader_goes_on_over_damage(workers: int, folder: Path) -> None:
     make = samples.image_and_label
     expected = list(DataLoader(Samples(make, N), batch_size=6))
     with hotset.cache(Samples(make, N), memory=0, spill=folder) as cached:
-        assert cached._store is not None
-        cached._store.fill(ALL, make)
-        flip(cached._store, row_at(cached._store, 7) + 40)
+        store_of(cached).fill(ALL, make)
+        flip(store_of(cached), row_at(store_of(cached), 7) + 40)
         loader = hotset.DataLoader(cached, batch_size=6, num_workers=workers)
         with pytest.warns(HotsetWarning, match="sample 7 is damaged"):
             equal_batches(list(loader), expected)
@@ -611,9 +611,7 @@ def test_a_disk_that_is_read_only_by_now_is_no_error(folder: Path, monkeypatch: 
 def test_a_full_disk_is_told_with_a_knob_that_can_be_turned(folder: Path) -> None:
     def told() -> str:
         with hotset.cache(Samples(samples.mapping, N), memory=0, spill=folder) as cached:
-            assert cached._store is not None
-            assert cached._store.spill is not None
-            cached._store.spill.allocator._free = no_room
+            store_of(cached).spill.allocator._free = no_room
             with pytest.warns(HotsetWarning) as caught:
                 equal_batches([cached[i] for i in range(N)], [samples.mapping(i) for i in range(N)])
         (message,) = (str(one.message) for one in caught)
@@ -668,7 +666,7 @@ def test_a_disk_larger_than_its_largest_file(folder: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "statvfs", lambda path: Disk)
     with hotset.cache(Samples(samples.text, N), memory=0, spill=folder) as cached:
-        assert cached._store is not None
+        assert current_of(cached).access.store is not None
 
 
 def test_no_file_on_the_disk_is_no_reason_to_cache_nothing(
@@ -682,7 +680,7 @@ def test_no_file_on_the_disk_is_no_reason_to_cache_nothing(
         cached = hotset.cache(Samples(samples.mapping, N), memory="1MiB", spill=folder)
     with cached:
         assert len(told) == 1
-        assert cached._store is not None
+        assert current_of(cached).access.store is not None
 
 
 def test_a_file_system_that_punches_no_holes_can_be_cleared(folder: Path) -> None:
@@ -787,7 +785,7 @@ def test_ranks_share_the_two_tiers(folder: Path, tmp_path: Path) -> None:
 
     def second() -> None:
         cached = rank(1)
-        cached._source.dataset.make = None
+        current_of(cached).source.dataset.make = None
         equal_batches([cached[i] for i in range(N)], [samples.mapping(i) for i in range(N)])
         assert 0 < cached.stats().spilled < N
         log.add(1)
