@@ -10,7 +10,7 @@ from typing import Annotated, Optional
 import typer
 
 from hotset._warnings import printable
-from hotset.errors import HotsetError, HotsetWarning
+from hotset.errors import HotsetError, HotsetWarning, UnsupportedPlatform
 
 __all__ = ["app", "main"]
 
@@ -215,7 +215,8 @@ def check() -> None:
             format_bytes(report.limit) if opened else "",
             format_bytes(report.disk) if opened and report.disk else "",
         )
-        problems += [printable(f"{report.name}: {problem}") for problem in report.problems]
+        name = printable(report.name)
+        problems += [f"{name}: {printable(problem, longest=1000)}" for problem in report.problems]
     console = Console()
     if count == 0:
         console.print("There are no caches on this machine.")
@@ -267,6 +268,7 @@ def start(
     """Start the cache server: a daemon with a budget for sessions, an API, a status page and metrics."""
     from hotset.server.options import Options
 
+    _require_proc()
     options = Options.parse(
         host=host, port=port, memory=memory, spill=spill, level=log_level, logs_to_file=not foreground
     )
@@ -346,6 +348,13 @@ session_app = typer.Typer(
     help="Create, list, show, resize and destroy sessions, and pin their caches.", no_args_is_help=True
 )
 app.add_typer(session_app, name="session")
+
+
+@session_app.callback()
+def session_() -> None:
+    """Create, list, show, resize and destroy sessions, and pin their caches."""
+    _require_proc()
+
 
 Which = Annotated[str, typer.Argument(metavar="NAME", help="Name or number.")]
 
@@ -491,6 +500,17 @@ def cluster_stop(
     typer.echo(f"Destroyed session {printable(session)} on all machines; {format_bytes(freed)} freed.")
 
 
+def _require_proc() -> None:
+    """Refuse to go on where sessions cannot be reached, before anything of one is changed."""
+    from hotset.store.locks import can_reopen
+
+    if not can_reopen():
+        raise UnsupportedPlatform(
+            "/proc must be mounted, as processes reach sessions through it; mount it "
+            "(`mount -t proc proc /proc`)."
+        )
+
+
 def _print_json(value: object) -> None:
     import json
 
@@ -504,7 +524,7 @@ def _show(message: Warning | str, category: type[Warning], *where: object, **mor
 
 
 def main() -> None:
-    """Run the command line. A HotsetError is printed as one sentence, with exit code 2."""
+    """Run the command line. What goes wrong is printed as one sentence, with exit code 2."""
     if sys.argv[1:2] == ["cache-admin"]:
         # Scripts call this command in loops: it must not wait for the imports of typer.
         from hotset.cli.cache_admin import main as run
@@ -516,4 +536,7 @@ def main() -> None:
         app(prog_name="hotset")
     except HotsetError as error:
         typer.echo(str(error), err=True)
+        sys.exit(2)
+    except OSError as error:  # a full disk, a working directory that is gone
+        typer.echo(f"The machine does not allow it: {error}.", err=True)
         sys.exit(2)

@@ -61,7 +61,7 @@ def create(
     wanted: dict[str, Any] = {"name": name, "memory": memory, "ttl": ttl}
     wanted = {key: value for key, value in wanted.items() if value is not None}
     if spill is not None:
-        wanted["spill"] = os.path.abspath(spill)
+        wanted["spill"] = os.path.abspath(spill) if spill else spill
     if port is not None or running():
         server = client(the_port(port))
         made: dict[str, Any] = server.call("POST", "/api/sessions", {**wanted, "persist": persist})

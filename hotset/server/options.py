@@ -109,6 +109,8 @@ def _is_wildcard(host: str) -> bool:
 def _folder(spill: str | None) -> str | None:
     if spill is None:
         return None
+    if not spill:
+        raise ArgumentError("a spill folder must be a path, got ''; name one, or leave it out.")
     path = os.path.abspath(spill)
     if not os.path.isdir(path):
         raise ArgumentError(

@@ -251,5 +251,6 @@ def _not_private(status: os.stat_result) -> str:
 
 def _refusal(path: Path, why: str) -> FolderError:
     return FolderError(
-        f"{path} {why}, so hotset will not use it; remove it, or set {KNOB} to a folder of your own."
+        f"{path} {why}, so hotset will not use it; set {KNOB} to a folder of your own, or remove it if it "
+        "serves nothing else."
     )

@@ -280,6 +280,8 @@ def _require_sense(
             "a session's name must be up to 100 of the characters A-Z, a-z, 0-9, dot, underscore and hyphen, "
             f"not start with a dot, and not be digits only, got {_short(name)}; choose another."
         )
+    if spill == "":
+        raise SessionError("a spill folder must be a path, got ''; name one, or leave it out.")
     if persist and spill is None:
         raise SessionError("persist needs a spill folder to keep the records in; pass one as spill.")
     if memory is not None:

@@ -18,6 +18,7 @@ from server_process import environment_in, free_port, run, running
 from torch.utils.data import TensorDataset
 
 import hotset
+from hotset.cli.main import main
 from hotset.errors import SessionError
 from hotset.server import leftover_files
 from hotset.server import pidfile as place
@@ -212,3 +213,33 @@ def test_check_shows_what_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.Mon
         *_, limit, disk_column = (cell.strip() for cell in row.strip("│ ").split("│"))
         assert (limit, disk_column[-3:]) == ("1 MiB", "MiB"), row
         assert 6 < float(disk_column.split()[0]) < 10
+
+
+@pytest.mark.parametrize("command", [("session", "create", "e"), ("start",)])
+def test_an_empty_spill_folder_is_refused(command: tuple[str, ...], tmp_path: Path) -> None:
+    """A variable that is not set: the folder would be the one that the shell is in."""
+    done = run(*command, "--spill", "", environment=environment_in(tmp_path))
+    assert done.returncode == 2
+    assert "must be a path" in done.stderr
+    assert is_a_sentence(done.stderr.strip())
+
+
+@pytest.mark.parametrize("command", [["session", "list"], ["session", "create", "e"], ["start"]])
+def test_without_proc_nothing_of_a_session_is_begun(
+    command: list[str], runtime: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("hotset.store.locks.can_reopen", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["hotset", *command])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert is_a_sentence(capsys.readouterr().err.strip())
+    assert list(runtime.iterdir()) == []
+
+
+def test_what_the_machine_does_not_allow_is_a_sentence() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "hotset", "--help"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert "No space left" in done.stderr
+    assert is_a_sentence(done.stderr.strip())
