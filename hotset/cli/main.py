@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Annotated, Optional
 import typer
 
 from hotset._warnings import printable
-from hotset.errors import HotsetError, HotsetWarning, UnsupportedPlatform
+from hotset.errors import ArgumentError, HotsetError, HotsetWarning, UnsupportedPlatform
 
 __all__ = ["app", "main"]
 
@@ -159,6 +160,7 @@ def run_program(
     from hotset.run.environment import Options
     from hotset.run.program import die_as
 
+    _require_folder()
     options = Options(
         memory=memory,
         spill=spill,
@@ -186,6 +188,7 @@ def doctor_program(
     from hotset.cli.doctor import doctor
     from hotset.run.program import die_as
 
+    _require_folder()
     die_as(doctor(command or [], seconds=seconds, keep=keep, as_json_text=as_json))
 
 
@@ -509,6 +512,16 @@ def _require_proc() -> None:
             "/proc must be mounted, as processes reach sessions through it; mount it "
             "(`mount -t proc proc /proc`)."
         )
+
+
+def _require_folder() -> None:
+    """Refuse to begin where torch would end this process as it is imported for the report."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ArgumentError(
+            "the working directory must exist, as torch needs one to be imported; change to one that does."
+        ) from None
 
 
 def _print_json(value: object) -> None:

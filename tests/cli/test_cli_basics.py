@@ -243,3 +243,19 @@ def test_what_the_machine_does_not_allow_is_a_sentence() -> None:
     assert done.returncode == 2
     assert "No space left" in done.stderr
     assert is_a_sentence(done.stderr.strip())
+
+
+@pytest.mark.parametrize("command", ["run", "doctor"])
+def test_a_program_is_not_begun_in_a_folder_that_is_gone(command: str, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    inside = f"import os, shutil, sys; os.chdir({str(gone)!r}); os.rmdir({str(gone)!r}); "
+    program = inside + "from hotset.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, command, "--", "echo", "begun"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert is_a_sentence(done.stderr.strip())
