@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from hotset.dataset.cached_dataset import Current
-from hotset.dataset.cached_stream import CachedStream
+from hotset.dataset.cached_stream import CachedStream, passes_of
 from hotset.loader.collate import bound
 from hotset.loader.index_route import Indices, Route, fetched
 from hotset.store.batch_layout import NotGathered
@@ -73,8 +73,9 @@ class BatchBuilder:
     def samples(self, indices: Any, resolved: Indices | None, uncached: dict[int, Any] | None = None) -> Any:
         """The samples for the collate function; ``resolved`` is what :meth:`resolve` returned for them."""
         if not self._batched:
-            stream = isinstance(self._dataset, CachedStream)  # its recorded part has no index for others
-            return self._dataset._recorded_at(indices) if stream else self._dataset[indices]
+            if isinstance(self._dataset, CachedStream):  # its recorded part has no index for others
+                return passes_of(self._dataset).sample(indices)
+            return self._dataset[indices]
         if resolved is None:  # not integers, or out of range: the dataset decides
             return fetched(self._dataset, indices)
         return self._route.samples(resolved, uncached)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from torch.utils.data import ConcatDataset, Subset
 
 from hotset.dataset.cached_dataset import CachedDataset, Current, current_of, followed
-from hotset.dataset.cached_stream import CachedStream
+from hotset.dataset.cached_stream import CachedStream, passes_of
 from hotset.errors import ArgumentError
 from hotset.store.claims import Ids
 from hotset.store.schema import Schema
@@ -184,7 +184,7 @@ def route_to(dataset: Any, *, in_part: bool = False) -> Route | None:
     if isinstance(dataset, CachedDataset):
         return Route([dataset], np.empty(0, np.int64), None)
     if isinstance(dataset, CachedStream):
-        indexed = dataset._indexed(in_part=in_part)
+        indexed = passes_of(dataset).indexed(in_part=in_part)
         return Route([indexed[0]], np.zeros(len(indexed[1]), np.int64), indexed[1]) if indexed else None
     if type(dataset) is Subset:
         inner = route_to(dataset.dataset)

@@ -37,7 +37,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from hotset._warnings import warn
 from hotset.dataset.cached_dataset import Current, current_of, fill_for_workers, pass_begins
-from hotset.dataset.cached_stream import CachedStream
+from hotset.dataset.cached_stream import CachedStream, followed_passes, passes_of
 from hotset.determinism.rng import Generators
 from hotset.errors import ArgumentError, StateError
 from hotset.loader.batch_buffer import BlockCollate
@@ -174,7 +174,7 @@ class DataLoader(TorchDataLoader[T]):
 
     def __len__(self) -> int:
         own = super().__len__()
-        rest = self._stream._rest() if self._stream is not None else None
+        rest = passes_of(self._stream).rest() if self._stream is not None else None
         return own if rest is None else own + len(rest.sizes(self.batch_size, drop_last=self.drop_last))
 
     @property
@@ -200,14 +200,14 @@ class DataLoader(TorchDataLoader[T]):
             for cached in route.caches:
                 fill_for_workers(cached)
         if route is None:
-            ended = self._stream._ended if self._stream is not None else None
             size = self.batch_size or 1
             batches_of_torch = self._torch_iterator()
+            ended = passes_of(self._stream).ended if self._stream is not None else None
             sizes = self._recorded.sizes if self._recorded is not None else None
             measured = self.batch_size is not None and self.collate_fn is default_collate
             return TorchBatches(batches_of_torch, run, sizes, size, summary, ended=ended, measured=measured)
         batches_of_cache = self._from_cache(route, run, batches, summary)
-        left = self._stream._rest() if self._stream is not None else None
+        left = passes_of(self._stream).rest() if self._stream is not None else None
         if self._stream is None or left is None:
             return batches_of_cache
         skip = max(run.batches - len(self._order), 0)
@@ -362,7 +362,7 @@ class DataLoader(TorchDataLoader[T]):
     def _identity(self) -> dict[str, Any]:
         stream = self._stream
         if stream is not None:  # its samples are counted from its second pass on
-            count = len(stream._ids()) if self._route() is not None else None
+            count = len(passes_of(stream).ids()) if self._route() is not None else None
             return {"samples": count, "fingerprints": [stream.plan.fingerprint]}
         if self._known is None:
             route = self._route()
@@ -406,8 +406,7 @@ class DataLoader(TorchDataLoader[T]):
         stream = self._stream
         if stream is None:
             return
-        stream._follow()
-        stream._wait_for_ranks()
+        followed_passes(stream).wait_for_ranks()
         self._in_stream_order = saved is not None and saved.under_way and _is_of_stream(saved.state)
         sampler = self.sampler
         if isinstance(sampler, StreamSampler) and (saved is None or not saved.under_way):
@@ -429,7 +428,7 @@ class DataLoader(TorchDataLoader[T]):
                 "fill() on the cached stream before."
             )
         if self._recorder is None or not self.persistent_workers:
-            recording = self._stream._recording(
+            recording = followed_passes(self._stream).recording(
                 self.num_workers, self.batch_size or 1, replay=self._in_stream_order
             )
             self._recorder = torch_loader(self, recording)

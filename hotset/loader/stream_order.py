@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import RandomSampler, Sampler
 
-from hotset.dataset.cached_stream import CachedStream
+from hotset.dataset.cached_stream import CachedStream, passes_of
 
 __all__ = ["StreamSampler"]
 
@@ -60,7 +60,7 @@ class StreamSampler(Sampler[int]):
     @property
     def division(self) -> tuple[int, int]:
         """The number of this process among the ranks that share the samples, and how many these are."""
-        return self.stream._ranks()
+        return passes_of(self.stream).ranks()
 
     @property
     def draws_globally(self) -> bool:
@@ -73,10 +73,11 @@ class StreamSampler(Sampler[int]):
         Raises:
             TypeError: the stream was not read yet: another loader than hotset's has taken this sampler.
         """
-        if self.stream._indexed(in_part=True) is None:
-            self.stream._require_index("index")
+        passes = passes_of(self.stream)
+        if passes.indexed(in_part=True) is None:
+            passes.require_index("index")
         rank, ranks = self.division
-        count = len(self.stream._ids())
+        count = len(passes.ids())
         if not self.shuffle or not count:
             return np.arange(rank, count, ranks)
         if ranks == 1:
@@ -93,7 +94,8 @@ class StreamSampler(Sampler[int]):
         Raises:
             TypeError: it was not read yet, and does not say.
         """
-        if self.stream._indexed(in_part=True) is None:
-            return self.stream._stated_length()
+        passes = passes_of(self.stream)
+        if passes.indexed(in_part=True) is None:
+            return passes.stated_length()
         rank, ranks = self.division
-        return len(range(rank, len(self.stream._ids()), ranks))
+        return len(range(rank, len(passes.ids()), ranks))

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from hotset.dataset.cached_stream import CachedStream
+from hotset.dataset.cached_stream import CachedStream, followed_passes, passes_of
 from hotset.dataset.stream_recording import StreamRecording, StreamRest
 from hotset.loader.epoch_summary import EpochSummary
 from hotset.loader.state import EpochProgress
@@ -33,24 +33,25 @@ def warn_of_order(stream: CachedStream[Any], sampler: Any, batch_size: int | Non
         sampler, batch_size: the loader's.
         is_read: whether the stream has an index, at least for a part of it.
     """
-    name = type(stream.dataset).__name__
-    if batch_size is not None and stream._batch_size:
-        stream._warn(
-            f"{name} seems to give batches of {stream._batch_size} samples, and the loader makes batches of "
+    passes = passes_of(stream)
+    name = passes.name
+    if batch_size is not None and passes.batch_size:
+        passes.warn(
+            f"{name} seems to give batches of {passes.batch_size} samples, and the loader makes batches of "
             "these; leave batches to the loader, or pass batch_size=None.",
             "batches",
         )
     if is_read:
         if isinstance(sampler, StreamSampler) and not sampler.shuffle:
-            stream._tell_of_order()
+            passes.tell_of_order(stream.epoch)
     elif not isinstance(sampler, StreamSampler) and batch_size is not None:
-        stream._warn(
+        passes.warn(
             f"the first pass over {name} comes in the stream's own order, as it is recorded in it; sampler= "
             "holds from the second on. Call fill() first to have it hold in the first, too.",
             "order",
         )
     elif isinstance(sampler, StreamSampler) and sampler.shuffle:
-        stream._warn(
+        passes.warn(
             f"the first pass over {name} comes in the stream's own order, as it is recorded in it; "
             "shuffle=True holds from the second on. Call fill() first to shuffle the first, too.",
             "order",
@@ -70,13 +71,13 @@ def rest_of_stream(
     if {workers, loader.num_workers} <= {0, 1}:
         workers = loader.num_workers  # one worker divides nothing
     elif workers != loader.num_workers:
-        stream._warn(
-            f"{workers} worker{'s' * (workers != 1)} divided {type(stream.dataset).__name__} as it was "
+        passes_of(stream).warn(
+            f"{workers} worker{'s' * (workers != 1)} divided {passes_of(stream).name} as it was "
             f"recorded, so as many read the rest of it, in place of {loader.num_workers}.",
             "rest",
         )
     sizes = rest.sizes(loader.batch_size, drop_last=loader.drop_last)
-    batches = iter(torch_loader(loader, stream._recording(workers, rest=rest), workers))
+    batches = iter(torch_loader(loader, followed_passes(stream).recording(workers, rest=rest), workers))
     return TorchBatches(batches, run, sizes, loader.batch_size or 1, summary, skip)
 
 
