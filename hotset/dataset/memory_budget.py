@@ -65,9 +65,13 @@ def _resident_bytes(resident: str) -> str:
 def window_sizes(
     options: CacheOptions, samples: int, sample_bytes: int, limit: int
 ) -> tuple[Sizes | None, int, list[str]]:
-    """A window's sizes, the bytes that it may take here, and what the user should know about them."""
+    """A window's sizes, the bytes that it may take here, and what the user should know about them.
+
+    Without a window: None, and the limit as it is.
+    """
     window = options.given.window
-    assert window is not None
+    if window is None:
+        return None, limit, []
     if isinstance(window.resident, str):
         window = replace(window, resident=_resident_bytes(window.resident))
     sizes = Sizes.of(window, samples, sample_bytes or 1)

@@ -151,39 +151,24 @@ def make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) -> 
         NotCacheable, ArgumentError, QuantityError: see :func:`hotset.cache`.
         NotShared: ``session`` was given, but no other process could recognise what is cached.
     """
-    # On a busy machine, the time of a transform would be the time that torch's threads wait for each other.
-    result = one_thread(lambda: _make_plan(pipeline, options, identity))
+    unread = HeldAttributes(pipeline.dataset, _steps(pipeline))
+    try:
+        # On a busy machine, a transform's time would be the time that torch's threads wait for each other.
+        result = one_thread(lambda: _plan_by_reading(pipeline, options, identity, unread))
+    finally:
+        unread.put_back()
     if isinstance(pipeline.dataset, StreamSource):
         return _plan_of_stream(pipeline.dataset, result, alone=bool(identity.unknowns))
     return result
 
 
-def _make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) -> PlanResult:
+def _plan_by_reading(
+    pipeline: Pipeline, options: CacheOptions, identity: Identity, unread: HeldAttributes
+) -> PlanResult:
+    """Read, put the dataset's attributes back to what they were ``unread``, and describe what was found."""
     dataset, name = pipeline.dataset, pipeline.name
     limit, warned = memory_limit(options)
-    if declared(dataset) == "nondeterministic":
-        raise NotCacheable(
-            f"{name} is declared @hotset.nondeterministic, so nothing of it may be cached; move its random "
-            "part to transform=, after the part that may be cached."
-        )
     held = held_by_others(options.session, limit)
-    unread = HeldAttributes(dataset, _steps(pipeline))
-    try:
-        return _plan_by_reading(pipeline, options, identity, unread, held, limit, warned)
-    finally:
-        unread.put_back()
-
-
-def _plan_by_reading(
-    pipeline: Pipeline,
-    options: CacheOptions,
-    identity: Identity,
-    unread: HeldAttributes,
-    held: int,
-    limit: int,
-    warned: list[str],
-) -> PlanResult:
-    dataset, name = pipeline.dataset, pipeline.name
     compared = HeldAttributes(dataset, _steps(pipeline), Room.larger())
     threads = ThreadsBegun()
     choice, source, probed = _decide(pipeline, options, limit - held)
@@ -200,10 +185,7 @@ def _plan_by_reading(
     else:
         schema, sample_bytes, share, unlike = inferred
         notes += unlike
-    sizes = None
-    if options.given.window is not None:
-        sizes, limit, sentences = window_sizes(options, len(dataset), sample_bytes, limit)
-        warned += sentences
+    sizes, limit, sentences = window_sizes(options, len(dataset), sample_bytes, limit)
     rows = choice.rows
     if len(rows) == 1:  # without transforms, nothing was measured yet
         rows = (rows[0]._replace(seconds=probed.seconds, bytes=sample_bytes or None),)
@@ -225,12 +207,10 @@ def _plan_by_reading(
         spill=_spill_folder(options),
         audited=not believed and not source.batched,
         notes=(*notes, *found.notes, *([unshareable(found.unknowns)] if found.unknowns else [])),
-        warnings=tuple(warned),
+        warnings=(*warned, *sentences),
         held=held,
     )
-    free = machine.headroom().bytes
-    advice = remedies(plan, options.session, free, file_bytes(dataset, _spread(len(dataset))))
-    plan = replace(plan, notes=(*plan.notes, *advice))
+    plan = _advised(plan, options.session, file_bytes(dataset, _spread(len(dataset))))
     return PlanResult(plan, source, choice.cuts, schema, {"moved": moved})
 
 
@@ -327,8 +307,13 @@ def found_plan(result: PlanResult, session: Session, left: int) -> PlanResult:
         left: bytes that the cache may hold, its present content included.
     """
     plan = replace(result.plan, held=max(result.plan.limit - left, 0))
-    advice = remedies(plan, session, machine.headroom().bytes, None)
-    return result._replace(plan=replace(plan, notes=(*plan.notes, *advice)))
+    return result._replace(plan=_advised(plan, session, None))
+
+
+def _advised(plan: Plan, session: Session | None, sample_file: float | None) -> Plan:
+    """The plan, with what would help where not all samples fit."""
+    advice = remedies(plan, session, machine.headroom().bytes, sample_file)
+    return replace(plan, notes=(*plan.notes, *advice))
 
 
 def _spill_folder(options: CacheOptions) -> str | None:
@@ -339,6 +324,11 @@ def _spill_folder(options: CacheOptions) -> str | None:
 
 def _decide(pipeline: Pipeline, options: CacheOptions, limit: int) -> tuple[CutChoice, Source, Probe]:
     """Cut and probe. If the probe finds randomness, do so again with transforms of unknown structure live."""
+    if declared(pipeline.dataset) == "nondeterministic":
+        raise NotCacheable(
+            f"{pipeline.name} is declared @hotset.nondeterministic, so nothing of it may be cached; move its "
+            "random part to transform=, after the part that may be cached."
+        )
     if options.given.window is not None:
         limit = sys.maxsize  # the user gives the number of residents: smaller samples do not raise it
     choice = choose(pipeline, limit, options.given.strict, options.given.cut)
