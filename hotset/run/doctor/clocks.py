@@ -8,7 +8,6 @@ never rest.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from typing import NamedTuple
@@ -38,16 +37,6 @@ class Clocks(NamedTuple):
         """The clocks; ``queued``, which is for the main thread, only if it is asked for."""
         waited = _queued() if queued else 0.0
         return cls(time.perf_counter(), time.thread_time(), time.process_time(), waited)
-
-    @classmethod
-    def only_wall(cls, now: float) -> Clocks:
-        """Where no other clock was read."""
-        return cls(now, math.nan, math.nan, math.nan)
-
-    @property
-    def has_all(self) -> bool:
-        """Whether all clocks were read, here and where it is counted from."""
-        return not math.isnan(self.thread)
 
     def since(self, earlier: Clocks) -> Clocks:
         return Clocks(

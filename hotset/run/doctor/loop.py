@@ -28,6 +28,7 @@ from __future__ import annotations
 import os
 import statistics
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -86,6 +87,48 @@ class StepLength(NamedTuple):
         return cls(*(each * length / total.wall for each in cls.of(total)))
 
 
+class _Pass(NamedTuple):
+    """A pass that has begun.
+
+    Attributes:
+        begun: when.
+        length: in batches; None if that is not known.
+        before: how many batches the passes before it have given.
+    """
+
+    begun: float = 0.0
+    length: int | None = None
+    before: int = 0
+
+
+class _Wait(NamedTuple):
+    """The loop has asked for a batch.
+
+    Attributes:
+        begun: when.
+        clocks: of that time; None while they rest.
+        is_first: whether it is the first batch of a pass.
+    """
+
+    begun: float
+    clocks: Clocks | None
+    is_first: bool
+
+
+class _Step(NamedTuple):
+    """The loop has got a batch.
+
+    Attributes:
+        begun: when.
+        clocks: of that time; None while they rest.
+        stopped: the workers that are stopped for this step; None if they run beside it.
+    """
+
+    begun: float
+    clocks: Clocks | None
+    stopped: list[int] | None
+
+
 class Loop:
     """What is known of the passes over one loader, or over loaders that look the same."""
 
@@ -100,22 +143,16 @@ class Loop:
         self._workers: set[int] = set()  # the processes of all passes
         self._first_waits: list[float] = []
         self._starts: list[float] = []  # of each pass, in seconds
-        self._begun = 0.0  # this pass
-        self._given = 0  # batches of the passes before this one
         self._steps: deque[Clocks] = deque(maxlen=_STEPS_KEPT)  # the last ones
         self._alone: list[StepLength] = []  # beside no workers, in which no batch is dropped
-        self._length: int | None = None  # of this pass, in batches
+        self._pass = _Pass()
         self._left_out = 0  # batches of this pass, still
         self._sum_left_out = 0  # of all passes
-        self._is_first = False  # the batch that the loop asks for
-        self._exited: Clocks | None = None  # when the loop got its last batch, if a step has begun
-        self._entered: Clocks | None = None  # when it asked for the next
+        self._wait: _Wait | None = None  # this one, or the last
+        self._step: _Step | None = None  # that the loop is in
         self._kept: Any = None  # a batch that the next step must not drop
-        self._is_alone = False  # the step that has begun
-        self._paused: list[int] = []
         self._next_alone = 0.0
         self._clocks_rest = Rests()
-        self._rests = False  # since the loop has asked for a batch
 
     @property
     def seconds(self) -> float:
@@ -133,26 +170,31 @@ class Loop:
         if self.is_endless:
             return None
         passes = len(self._first_waits) - 1
-        return self._given / passes if passes > 0 and self._given else self._length
+        given = self._pass.before
+        return given / passes if passes > 0 and given else self._pass.length
 
     def asked_in_rest(self, now: float) -> bool:
         """The loop asks for a batch, not the first of a pass; whether that is all there is to note."""
         # What was kept is for the next step: of a later one the batch before would be another.
-        self._rests = self._clocks_rest.now(now) and self._kept is None
-        if self._rests:
-            if self._exited is not None:
-                self.sums.of["steps"] += 1.0
-                self.sums.of["step"] += now - self._exited.wall
-            self._entered = Clocks.only_wall(now)
-        return self._rests
+        if self._kept is not None or not self._clocks_rest.now(now):
+            return False
+        step = self._step
+        if step is not None:
+            self.sums.of["steps"] += 1.0
+            self.sums.of["step"] += now - step.begun
+            self._step = None
+        self._wait = _Wait(now, None, False)
+        return True
 
     def got_in_rest(self, now: float) -> bool:
         """The loop gets a batch; whether that is all there is to note."""
-        if self._rests and self._entered is not None:
-            self.sums.of["batches"] += 1.0
-            self.sums.of["wait"] += now - self._entered.wall
-            self._exited = Clocks.only_wall(now)
-        return self._rests
+        wait = self._wait
+        if wait is None or wait.clocks is not None:
+            return False
+        self.sums.of["batches"] += 1.0
+        self.sums.of["wait"] += now - wait.begun
+        self._step = _Step(now, None, None)
+        return True
 
     def watched(self, seconds: float) -> None:
         """So long took watching, where the loop asked for a batch or got one."""
@@ -165,89 +207,96 @@ class Loop:
             iterator: torch's.
             made: when it was made; None if that is not known.
         """
-        self._rests = False
         now = Clocks.now(queued=True)
-        was_alone, self._is_first = self._is_alone, begins(iterator)
-        if was_alone or self._is_first:  # the pass before may have been left after any batch
+        step, is_first = self._step, begins(iterator)
+        was_alone = step is not None and step.stopped is not None
+        if was_alone or is_first:  # the pass before may have been left after any batch
             self.let_go_on()
-        if self._is_first:
-            self._exited = None
-            self._length = _length(iterator)
-            self._given = self.batches + self._sum_left_out
-            self._left_out = left_out(self._length, int(iterator._num_workers))
-            self._begun = now.wall if made is None else made
+        if is_first:
+            length = _length(iterator)
+            begun = now.wall if made is None else made
+            self._pass = _Pass(begun, length, self.batches + self._sum_left_out)
+            self._left_out = left_out(length, int(iterator._num_workers))
             self._workers.update(workers_of(iterator))
-        elif self._exited is not None:
-            self._count_step(now.since(self._exited), was_alone)
-        self.is_endless |= self._length is not None and iterator._num_yielded > self._length
-        self._entered = Clocks.now(queued=True) if was_alone else now
+        elif step is not None:
+            self._count_step(step, now)
+        length = self._pass.length
+        self.is_endless |= length is not None and iterator._num_yielded > length
+        self._step = None
         if not self._left_out:
             self._clocks_rest.count(now.wall)
-
-    def _count_step(self, taken: Clocks, was_alone: bool) -> None:
-        self._gpu.end()
         if was_alone:
+            now = Clocks.now(queued=True)
+        self._wait = _Wait(now.wall, now, is_first)
+
+    def _count_step(self, step: _Step, now: Clocks) -> None:
+        self._gpu.end()
+        taken = None if step.clocks is None else now.since(step.clocks)
+        if taken is not None and step.stopped is not None:
             self._alone.append(StepLength.of(taken))
         elif not self._left_out:
-            self.sums.add(steps=1, step=taken.wall)
-            if taken.has_all:
+            self.sums.add(steps=1, step=now.wall - step.begun)
+            if taken is not None:
                 self.sums.add(**dict(zip(_STEP_SUMS, taken, strict=True)))
                 self._steps.append(taken)
 
     def got(self, iterator: Any, batch: Callable[[], Any]) -> None:
         """The loop gets a batch."""
-        if self._entered is None:
+        if self._wait is None:
             return
         now = Clocks.now(queued=True)
-        self._count_batch(now.since(self._entered), now.wall)
-        self._exited = now
-        prepared = self._begin_alone(iterator, now.wall, batch)
+        self._count_batch(self._wait, now)
+        self._step = _Step(now.wall, now, None)
+        prepared = self._begin_alone(self._step, iterator, batch)
         has_gpu = self._gpu.begin()
         if prepared or has_gpu:  # that took time, which is not the step's
             self.begin_step()
 
     def begin_step(self) -> None:
         """The step begins only now: what was done since the loop has got its batch is not the step's."""
-        if self._exited is not None:
-            self._exited = Clocks.now(queued=True)
+        if self._step is not None:
+            now = Clocks.now(queued=True)
+            self._step = _Step(now.wall, now, self._step.stopped)
 
-    def _count_batch(self, taken: Clocks, now: float) -> None:
-        if self._is_first:
-            self._first_waits.append(taken.wall)
+    def _count_batch(self, wait: _Wait, now: Clocks) -> None:
+        if wait.is_first:
+            self._first_waits.append(now.wall - wait.begun)
         if self._left_out:
             self._left_out -= 1
             self._sum_left_out += 1
             if not self._left_out:
-                self._starts.append(now - self._begun)
+                self._starts.append(now.wall - self._pass.begun)
         else:
-            self.sums.add(batches=1, wait=taken.wall)
-            if taken.has_all:
-                self.sums.add(clocked_batches=1, wait_thread=taken.thread)
+            self.sums.add(batches=1, wait=now.wall - wait.begun)
+            if wait.clocks is not None:
+                self.sums.add(clocked_batches=1, wait_thread=now.since(wait.clocks).thread)
 
     def ended(self) -> None:
         """There is no further batch in this pass: the workers have ended."""
         self.let_go_on()
-        if self._entered is not None and not self._left_out:
-            self.sums.add(end=Clocks.now().since(self._entered).wall)
-        self._exited = self._entered = None
+        if self._wait is not None and not self._left_out:
+            self.sums.add(end=time.perf_counter() - self._wait.begun)
+        self._wait = self._step = None
 
     def interrupt(self) -> None:
         """Another pass begins within a step of this one, a validation: that step does not count."""
         self.let_go_on()
         self._gpu.forget()
-        self._exited = None
+        self._step = None
 
-    def _begin_alone(self, iterator: Any, now: float, batch: Callable[[], Any]) -> bool:
+    def _begin_alone(self, step: _Step, iterator: Any, batch: Callable[[], Any]) -> bool:
         """Have this step alone, if the batch before was kept for it, or keep this batch for the next.
 
         Returns:
             Whether anything was done.
         """
         if self._kept is not None:
-            self._is_alone, self._paused = True, workers_of(iterator)
-            if not self._ledger.pause(self._paused):
-                self.let_go_on()
+            workers = workers_of(iterator)
+            self._step = step._replace(stopped=workers)
+            if not self._ledger.pause(workers):
+                self._kept, self._step = None, step
             return True
+        now = step.begun
         if now < self._next_alone or len(self._steps) < _WARM_UP or len(self._alone) >= _ALONE_STEPS:
             return False
         length = statistics.median(step.seconds for step in self._beside())
@@ -262,10 +311,9 @@ class Loop:
 
     def let_go_on(self) -> None:
         """Continue the workers, if they were stopped, and drop the batch that was kept."""
-        if self._paused:
-            self._ledger.resume(self._paused)
-            self._paused = []
-        self._kept, self._is_alone = None, False
+        if self._step is not None and self._step.stopped:
+            self._ledger.resume(self._step.stopped)
+        self._kept = None
 
     def step(self) -> tuple[StepLength | None, bool]:
         """A step, as :func:`step_alone` gives it; None if none was counted."""
