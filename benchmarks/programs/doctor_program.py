@@ -183,13 +183,15 @@ def main() -> None:
 
 def watched_over_plain(epoch: Callable[[], float], seconds: float) -> list[float]:
     """The time of an epoch with clocks, as a multiple of one without, of pairs in turns."""
-    from hotset.run.doctor import watch
+    from hotset.run.doctor.watch import installed
+
+    watch = installed()
+    assert watch is not None, "the environment is that of hotset doctor"
 
     def timed(off: bool) -> float:
-        watch._off = off  # workers are forked at the beginning of each epoch
+        watch.is_off = off  # workers are forked at the beginning of each epoch
         return epoch()
 
-    watch._LEAST_EPOCH_SECONDS = float("inf")  # else it would end, and try a cache, within the epochs
     timed(False)
     ratios, begin = [], time.perf_counter()
     while time.perf_counter() - begin < seconds or len(ratios) < 9:

@@ -13,6 +13,7 @@ figure of that round means anything.
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -189,7 +190,7 @@ def _judged(folder: Path, name: str, workers: int, seconds: float) -> dict[str, 
 def _watching(command: list[str]) -> float:
     """The time of an epoch with clocks, as a multiple of one without: the median of pairs in one process."""
     with tempfile.TemporaryDirectory() as ledger:
-        environment = watched_environment(WatchOptions(ledger, 1e6), os.environ)
+        environment = watched_environment(WatchOptions(ledger, math.inf, epoch_seconds=math.inf), os.environ)
         ratios = json.loads(_run([*command, "--watching"], environment))["ratios"]
     return float(statistics.median(ratios))
 

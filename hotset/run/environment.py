@@ -138,11 +138,13 @@ class WatchOptions:
     Attributes:
         ledger: the folder for what processes have seen.
         seconds: how long a program is watched, from its first batch.
+        epoch_seconds: an epoch that ends after so long is enough to judge by.
         ends: whether it is ended then.
     """
 
     ledger: str
     seconds: float = 60.0
+    epoch_seconds: float = 10.0
     ends: bool = False
 
 

@@ -36,8 +36,9 @@ def _hooks() -> Iterator[tuple[str, Hook]]:
         # Imported here: a program below `hotset run` alone has no use for it.
         from hotset.run.doctor import watch
 
-        yield from watch.hooks(watched)
-        observers.append(watch.Observer(watched))
+        watching = watch.install(watched)
+        yield from watching.hooks()
+        observers.append(watching)
     if observers:
         yield from loader_wait.hooks(observers)
 

@@ -25,8 +25,8 @@ from torch.utils.data import TensorDataset
 
 import hotset
 from hotset.device.transfer import StreamTransfer
-from hotset.run.doctor import watch
 from hotset.run.doctor.observed import read
+from hotset.run.doctor.watch import Watch
 from hotset.run.environment import WatchOptions
 
 from .networks import grey, lenet, sgd, training_step
@@ -703,7 +703,7 @@ def a_closed_sink_gives_its_memory_back(device: str) -> None:
 
 def the_doctor_times_steps_that_return_before_the_gpu_is_done(device: str) -> None:
     with tempfile.TemporaryDirectory() as ledger:
-        observer = watch.Observer(WatchOptions(ledger, 600.0))
+        observer = Watch(WatchOptions(ledger, 600.0))
         loader = torch.utils.data.DataLoader(torch.arange(48), batch_size=4)
         batches = iter(loader)
         for _ in range(12):
@@ -715,9 +715,7 @@ def the_doctor_times_steps_that_return_before_the_gpu_is_done(device: str) -> No
             torch.cuda.synchronize()
         observer.before(batches)
         observer.after(batches, 1e-3, failed=True, batch=lambda: None)
-        assert watch._here is not None
-        watch._here.write()
-        watch._here = None
+        observer.write()
         seen = read(ledger)
     assert seen is not None
     if device != "cpu":

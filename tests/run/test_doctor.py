@@ -28,7 +28,6 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 import hotset
 from hotset.loader.batch_order import whole_epoch
 from hotset.policy.throughput import Fetch, Step
-from hotset.run.doctor import watch
 from hotset.run.doctor.advice import as_json, judge
 from hotset.run.doctor.clocks import Clocks
 from hotset.run.doctor.ledger import Ledger
@@ -37,6 +36,7 @@ from hotset.run.doctor.observed import Decoder, Observed, read
 from hotset.run.doctor.stand_in import StandIn
 from hotset.run.doctor.text import lines
 from hotset.run.doctor.trial import in_fork
+from hotset.run.doctor.watch import Watch
 from hotset.run.environment import WatchOptions, watched_environment
 
 # Draws in the loop and in the dataset; prints the sums, so that runs can be compared.
@@ -78,10 +78,10 @@ TRIES = """
 from PIL import Image
 from hotset.run.doctor.loop import LoaderSettings
 from hotset.run.doctor.trial import in_fork
-from hotset.run.doctor.watch import watch_no_more
+from hotset.run.doctor.watch import installed
 
 def tries(loader):
-    watch_no_more()
+    installed().is_off = True
     more = loader.collate_fn, None, len(loader), loader.batch_sampler
     print(in_fork(LoaderSettings(loader.dataset, 2, 4, *more), None, decodes=True))
 """
@@ -1059,14 +1059,14 @@ def test_a_trial_ends_with_the_program(tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
-def take(observer: watch.Observer, iterator: Any) -> Any:
+def take(observer: Watch, iterator: Any) -> Any:
     observer.before(iterator)
     batch = next(iterator)
     observer.after(iterator, 1e-3, failed=False, batch=lambda: batch)
     return batch
 
 
-def end(observer: watch.Observer, iterator: Any) -> None:
+def end(observer: Watch, iterator: Any) -> None:
     observer.before(iterator)
     observer.after(iterator, 1e-3, failed=True, batch=lambda: None)
 
@@ -1074,14 +1074,13 @@ def end(observer: watch.Observer, iterator: Any) -> None:
 def test_the_clocks_rest_where_batches_come_fast_and_all_of_them_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    observer = watch.Observer(WatchOptions(str(tmp_path), 600.0))
-    monkeypatch.setattr(watch, "_here", None)
+    observer = Watch(WatchOptions(str(tmp_path), 600.0))
     for _ in range(2):
         iterator = iter(torch.utils.data.DataLoader(torch.arange(300), batch_size=1))
         for _ in range(300):
             take(observer, iterator)
         end(observer, iterator)
-    watch._here.write()  # type: ignore[union-attr]
+    observer.write()
     found = read(str(tmp_path))
     assert found is not None
     (written,) = tmp_path.glob("watch-*.json")
@@ -1099,15 +1098,13 @@ def test_samples_are_counted_while_the_clocks_of_fetches_rest(
 
     for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
         monkeypatch.setattr(kind, "fetch", kind.fetch)  # put back afterwards
-    monkeypatch.setattr(watch, "_here", None)
-    options = WatchOptions(str(tmp_path), 600.0)
-    dict(watch.hooks(options))["torch.utils.data._utils.fetch"](fetch)
-    observer = watch.Observer(options)
+    observer = Watch(WatchOptions(str(tmp_path), 600.0))
+    dict(observer.hooks())["torch.utils.data._utils.fetch"](fetch)
     iterator = iter(DataLoader(range(4_000), batch_size=4))  # type: ignore[arg-type]
     for _ in range(1_000):
         take(observer, iterator)
     end(observer, iterator)
-    watch._here.write()  # type: ignore[union-attr]
+    observer.write()
     (written,) = tmp_path.glob("watch-*.json")
     (loop,) = json.loads(written.read_text())["loops"]
     assert loop["fetching"]["batches"] == 999  # without the first
@@ -1117,8 +1114,7 @@ def test_samples_are_counted_while_the_clocks_of_fetches_rest(
 def test_workers_that_were_stopped_for_a_step_go_on_before_the_clocks_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    observer = watch.Observer(WatchOptions(str(tmp_path), 600.0))
-    monkeypatch.setattr(watch, "_here", None)
+    observer = Watch(WatchOptions(str(tmp_path), 600.0))
     iterator = iter(torch.utils.data.DataLoader(torch.arange(600), batch_size=1, num_workers=1, timeout=20))
     try:
         for _ in range(600):
@@ -1127,7 +1123,7 @@ def test_workers_that_were_stopped_for_a_step_go_on_before_the_clocks_rest(
         end(observer, iterator)
         for worker in iterator._workers:
             os.kill(worker.pid, signal.SIGCONT)
-    watch._here.write()  # type: ignore[union-attr]
+    observer.write()
     (written,) = tmp_path.glob(f"watch-{os.getpid()}.json")
     (loop,) = json.loads(written.read_text())["loops"]
     assert loop["alone"]
@@ -1147,15 +1143,14 @@ def test_a_step_is_measured_without_the_batch_that_it_drops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With another loader that takes another time, or none."""
-    observer = watch.Observer(WatchOptions(str(tmp_path), 600.0))
-    monkeypatch.setattr(watch, "_here", None)
+    observer = Watch(WatchOptions(str(tmp_path), 600.0))
     iterator = iter(DataLoader(range(600), batch_size=1, collate_fn=Dear))  # type: ignore[arg-type]
     batch = None
     for _ in range(600):
         batch = take(observer, iterator)  # the step: it drops the batch before
     del batch
     end(observer, iterator)
-    watch._here.write()  # type: ignore[union-attr]
+    observer.write()
     found = read(str(tmp_path))
     assert found is not None
     assert not found.step_drops
@@ -1169,15 +1164,14 @@ def test_a_batch_is_kept_for_the_next_step_even_if_the_clocks_would_rest(
     """Of a later step the batch before would be another, and be dropped."""
     monkeypatch.setattr("hotset.run.doctor.clocks._IN_A_ROW", 2)
     monkeypatch.setattr("hotset.run.doctor.loop._ALONE_SHARE", 1.0)
-    observer = watch.Observer(WatchOptions(str(tmp_path), 600.0))
-    monkeypatch.setattr(watch, "_here", None)
+    observer = Watch(WatchOptions(str(tmp_path), 600.0))
     iterator = iter(DataLoader(range(600), batch_size=1, collate_fn=Dear))  # type: ignore[arg-type]
     batch = None
     for _ in range(600):
         batch = take(observer, iterator)
     del batch
     end(observer, iterator)
-    watch._here.write()  # type: ignore[union-attr]
+    observer.write()
     (written,) = tmp_path.glob("watch-*.json")
     (loop,) = json.loads(written.read_text())["loops"]
     lengths = [seconds for seconds, *_ in loop["alone"]]
@@ -1190,16 +1184,15 @@ def test_what_the_watching_writes_is_no_part_of_a_step(
     def slow(self: Ledger, name: str, text: str) -> None:
         time.sleep(5e-3)
 
-    monkeypatch.setattr(watch, "_WRITE_SECONDS", 0.0)
-    monkeypatch.setattr(watch, "_here", None)
-    observer = watch.Observer(WatchOptions(str(tmp_path), 600.0))
+    monkeypatch.setattr("hotset.run.doctor.watch._WRITE_SECONDS", 0.0)
+    observer = Watch(WatchOptions(str(tmp_path), 600.0))
     iterator = iter(DataLoader(range(8), batch_size=1))  # type: ignore[arg-type]
     with monkeypatch.context() as writing:
         writing.setattr(Ledger, "write", slow)
         for _ in range(8):
             take(observer, iterator)
     end(observer, iterator)
-    watch._here.write()  # type: ignore[union-attr]
+    observer.write()
     found = read(str(tmp_path))
     assert found is not None
     assert found.step_beside < 5e-3
@@ -1230,15 +1223,14 @@ def test_steps_are_timed_on_the_gpu_by_events_that_nothing_waits_for(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    observer = watch.Observer(WatchOptions(str(tmp_path), 600.0))
-    monkeypatch.setattr(watch, "_here", None)
+    observer = Watch(WatchOptions(str(tmp_path), 600.0))
     iterator = iter(torch.utils.data.DataLoader(torch.arange(40), batch_size=4))
     for step in range(10):
         take(observer, iterator)
         Event.now += 0.5
         Event.done = Event.now if step >= 6 else 0.0  # nothing of it was known before
     end(observer, iterator)
-    watch._here.write()  # type: ignore[union-attr]
+    observer.write()
     found = read(str(tmp_path))
     assert found is not None
     assert found.gpu == pytest.approx(0.5)
