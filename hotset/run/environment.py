@@ -12,9 +12,10 @@ The ledger has three kinds of files. ``left`` has a line of JSON for what was le
 reason, how many calls so far; it is written at the first call, the second, the fourth and so on, so that the
 sum over processes is at least half of the truth without any work at a process's end. ``wait-<pid>`` has two
 doubles, the seconds a main process has waited for its loaders and the number of batches, which the process
-changes in place. ``reached`` and ``unreached`` say whether Python processes could be reached,
-``attached`` that the store is there, ``imported-<module>`` that a module named by ``--memo`` was imported,
-and ``slow-<function>`` that to keep what a function returns takes longer than that saves.
+changes in place. ``lock`` is held while the command runs. ``reached`` and ``unreached`` say whether Python
+processes could be reached, ``attached`` that the store is there, ``imported-<module>`` that a module named by
+``--memo`` was imported, and ``slow-<function>`` that to keep what a function returns takes longer than that
+saves.
 """
 
 from __future__ import annotations
@@ -83,11 +84,14 @@ class Options:
 def make_ledger(prefix: str) -> str:
     """Make a folder for what processes write while the program runs.
 
+    It is this process's for as long as that lives. Those of commands that were killed are removed.
+
     Raises:
         ArgumentError: there is no room for it.
     """
     import tempfile  # here: each process of the program imports this module as it starts
 
+    _remove_dead(prefix)
     try:
         folder = tempfile.mkdtemp(prefix=prefix)
     except OSError as error:
@@ -98,7 +102,32 @@ def make_ledger(prefix: str) -> str:
     if trouble:
         os.rmdir(folder)
         raise ArgumentError(trouble)
+    _hold(folder)
     return folder
+
+
+def _hold(folder: str) -> None:
+    """Lock a file in the folder until this process ends, however it does."""
+    import fcntl
+
+    new = os.path.join(folder, "new-lock")
+    with contextlib.suppress(OSError):  # without a lock it stays if this process is killed
+        fcntl.flock(os.open(new, os.O_CREAT | os.O_RDWR, 0o600), fcntl.LOCK_EX)
+        os.rename(new, os.path.join(folder, "lock"))  # only now: one that nobody holds is a dead process's
+
+
+def _remove_dead(prefix: str) -> None:
+    import fcntl
+    import shutil
+    import tempfile
+
+    with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as found:
+        for one in found:
+            with contextlib.suppress(OSError):
+                if one.name.startswith(prefix) and one.stat(follow_symlinks=False).st_uid == os.getuid():
+                    with open(os.path.join(one.path, "lock"), "r+b") as lock:
+                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        shutil.rmtree(one.path, ignore_errors=True)
 
 
 def why_full(ledger: str) -> str:

@@ -37,7 +37,7 @@ from hotset.run.doctor.stand_in import StandIn
 from hotset.run.doctor.text import lines
 from hotset.run.doctor.trial import in_fork
 from hotset.run.doctor.watch import Watch
-from hotset.run.environment import WatchOptions, watched_environment
+from hotset.run.environment import WatchOptions, make_ledger, watched_environment
 
 # Draws in the loop and in the dataset; prints the sums, so that runs can be compared.
 TRAINING = """
@@ -739,6 +739,29 @@ def test_nobody_is_stopped_where_that_cannot_be_said(tmp_path: Path, monkeypatch
     monkeypatch.setattr(os, "kill", lambda pid, number: stopped.append(pid))
     Ledger(str(tmp_path / "gone")).pause([12345])
     assert stopped == []
+
+
+def test_the_folder_of_a_command_that_was_killed_is_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def command() -> None:
+        make_ledger("hotset-doctor-")
+        time.sleep(100.0)
+
+    killed = child(command)
+    try:
+        deadline = time.monotonic() + 100
+        while not (locks := list(tmp_path.glob("*/lock"))):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        first = make_ledger("hotset-doctor-")
+        assert set(tmp_path.iterdir()) == {locks[0].parent, Path(first)}, "both live"
+    finally:
+        kill(killed)
+    second = make_ledger("hotset-doctor-")
+    assert set(tmp_path.iterdir()) == {Path(first), Path(second)}
 
 
 def test_a_step_of_several_threads_and_a_long_one_have_no_stand_in() -> None:
