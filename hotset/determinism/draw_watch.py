@@ -13,12 +13,15 @@ what it would have drawn without a cache.
 A comparison costs 5 microseconds, and about 40 between two decoded pictures: up to a percent of decoding one.
 To find the generators that objects hold takes milliseconds. The watch looks for them again only if an
 attribute of the dataset, of a transform, or of an object that these hold directly has another type than
-before, as when a generator is made at its first use.
+before, as when a generator is made at its first use. Such a generator is taken away again
+(:mod:`hotset.determinism.near_attributes`), and the next reading makes it anew, if a reading in between shows
+that it gives the same then.
 
 Another thread may have drawn meanwhile, for mixup in the training loop while a queue reads ahead, for
 example. Where other threads run, the watch has the samples read once more to find out: a sample that draws
 does so each time, or its two readings differ. If the samples turn out not to draw, the watch puts no state
-back, as that thread would draw the same numbers twice.
+back, as that thread would draw the same numbers twice. Nor does it take away a generator that another thread
+may have made.
 
 A generator that the system seeds for one draw, and that is then dropped, leaves no state to compare. But the
 watch notices the entropy that seeded it (:mod:`hotset.determinism.entropy`), and compares two readings.
@@ -26,23 +29,21 @@ watch notices the entropy that seeded it (:mod:`hotset.determinism.entropy`), an
 
 from __future__ import annotations
 
-import itertools
 import threading
-import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hotset.determinism import entropy
 from hotset.determinism.equality import same
-from hotset.determinism.object_graph import attributes
-from hotset.determinism.outside import dict_of
-from hotset.determinism.rng import Generators
+from hotset.determinism.near_attributes import Changed, NearAttributes, put_back
+from hotset.determinism.rng import KINDS, Generators
 
 __all__ = ["DrawWatch"]
 
-_NEAR, _LEVELS = 64, 3
 _COMPARED, _LATER = 32, 128  # the first readings with entropy are compared, later each so many-th
 _REPEATS = 2  # further readings, to tell a sample that draws from a thread that drew at the same time
+# Threads that run no code of the user's: the one that sends a worker's batches, and hotset's own but one.
+_SENDER, _OWN, _READER = "QueueFeederThread", "hotset-", "hotset-ahead"
 
 
 class DrawWatch:
@@ -70,16 +71,19 @@ class DrawWatch:
     def __init__(self, holders: Sequence[object]) -> None:
         self._holders = list(holders)
         self._generators: Generators | None = None
-        self._near: list[object] = []
-        self._types: list[tuple[type, ...]] = []
+        self._near = NearAttributes([])
+        self._made: list[Changed] = []  # where generators were made since the last comparison
 
     def begin(self) -> None:
         """From here on, compare with the present states."""
         if self._generators is None:
             self._generators = Generators(self._holders)
-            self._settle()
-        else:
-            self._generators.note()
+            self._near = NearAttributes(self._holders)
+        elif self._near.have_other_types:  # a reading for use may have made a generator
+            self._generators.look_again(self._holders)
+            self._near.look()
+        self._generators.note()
+        self._near.note()
         self._entropy = entropy.taken()
 
     def drew(self, read: object = None, read_again: Callable[[], object] | None = None) -> bool:
@@ -91,26 +95,54 @@ class DrawWatch:
         Args:
             read: what was read.
             read_again: reads the same samples once more. It is called at most three times, and only where
-                another thread may have drawn, or where reading has taken entropy.
+                another thread may have drawn, where a generator was made, or where reading has taken entropy.
         """
         assert self._generators is not None, "begin() comes first"
         before, self._entropy = self._entropy, entropy.taken()
         took_entropy = before != self._entropy
+        self._made = []
         drew = self._moved()
-        if not (drew or took_entropy):
-            return False
-        began = self._generators.noted()
-        if drew and read_again is not None and threading.active_count() > 1:
+        if drew or took_entropy:
+            drew = self._judge(drew, took_entropy, read, read_again)
+        self._near.note()
+        return drew
+
+    def _judge(
+        self, drew: bool, took_entropy: bool, read: object, read_again: Callable[[], object] | None
+    ) -> bool:
+        """As :meth:`drew`, where a generator has moved or entropy was taken."""
+        assert self._generators is not None
+        began, others, made = self._generators.noted(), drew and _others_run(), self._made
+        if (others or made) and read_again is not None:
             drew = self._draws_again(read, read_again)
         if not drew and took_entropy:
             drew = self._is_from_entropy(read, read_again)
         if drew:
             self._generators.put(began)
+            if made and not others and read_again is not None:
+                self._unmake(made, read, read_again)
+                self._generators.put(began)
             self._generators.note()
         return drew
 
+    def _unmake(self, made: list[Changed], read: object, read_again: Callable[[], object]) -> None:
+        """Put back objects in which a generator was made, if what was read comes from their former state."""
+        had = [(held, dict(held)) for held, _ in made]
+        put_back(made)
+        try:
+            is_same = same(read, read_again()) is None
+        except Exception:  # something else says that it was made, in a list perhaps
+            is_same = False
+        if is_same:
+            put_back(made)
+        else:
+            for held, values in had:
+                held.clear()
+                held.update(values)
+        self._near.look()
+
     def _draws_again(self, read: object, read_again: Callable[[], object]) -> bool:
-        """Whether this reading has drawn, rather than another thread meanwhile."""
+        """Whether this reading has drawn, rather than another thread meanwhile, or only made a generator."""
         assert self._generators is not None
         for _ in range(_REPEATS):
             self._generators.note()
@@ -140,37 +172,23 @@ class DrawWatch:
         """Whether a generator has moved, or was made."""
         assert self._generators is not None
         moved = self._generators.any_moved
-        if self._types_of(self._near) != self._types:
-            # A generator that was made meanwhile counts as having drawn; its first state cannot be known.
-            moved |= self._generators.look_again(self._holders)
-            self._settle()
+        if self._near.have_other_types:
+            # A generator that was made meanwhile counts as having drawn.
+            made = self._near.with_new(KINDS)
+            if self._generators.look_again(self._holders):
+                moved = True
+                self._made += made
+            self._near.look()
         return moved
 
-    def _settle(self) -> None:
-        """Note the types by which :meth:`_moved` sees that a generator may have been made."""
-        self._near = list(_near(self._holders))
-        self._types = self._types_of(self._near)
-
-    @staticmethod
-    def _types_of(objects: Sequence[object]) -> list[tuple[type, ...]]:
-        return [tuple(map(type, vars(each).values())) for each in objects]
-
     def __getstate__(self) -> dict[str, Any]:
-        return {"_holders": self._holders, "_generators": None, "_near": [], "_types": []}
+        return {"_holders": self._holders, "_generators": None, "_near": NearAttributes([]), "_made": []}
 
 
-def _has_attributes(obj: object) -> bool:
-    return type(dict_of(obj)) is dict and not issubclass(type(obj), types.ModuleType)
-
-
-def _near(holders: Sequence[object]) -> Iterator[object]:
-    """The holders, and the objects with attributes that they hold, two levels down; at most 64 in all."""
-    chains: Iterator[Any] = (each if type(each) in (list, tuple) else (each,) for each in holders)
-    level = list(itertools.chain.from_iterable(chains))
-    seen: dict[int, object] = {}
-    for _ in range(_LEVELS):
-        level = [each for each in level if _has_attributes(each) and id(each) not in seen]
-        for each in level[: _NEAR - len(seen)]:
-            seen[id(each)] = each
-            yield each
-        level = [value for each in level[:_NEAR] for value in attributes(each).values()]
+def _others_run() -> bool:
+    """Whether another thread runs that may draw, or read the dataset."""
+    here = threading.current_thread()
+    return any(
+        each is not here and each.name != _SENDER and (not each.name.startswith(_OWN) or each.name == _READER)
+        for each in threading.enumerate()
+    )

@@ -329,6 +329,64 @@ def test_a_generator_that_is_made_at_its_first_draw_is_found() -> None:
         assert cached.stats().cached == LENGTH - 3
 
 
+class Needed(Samples):
+    """Rare samples draw from a generator that is made when it is first needed, in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(constant_row, LENGTH)
+        self.way, self.rng, self.is_ready, self.ready = way, None, False, {"rng": False}
+
+    def generator(self) -> Any:
+        if self.way == "none":
+            self.rng = self.rng or random.Random(torch.initial_seed())
+        elif self.way == "absent" and not hasattr(self, "late"):
+            self.late = random.Random(5)
+        elif self.way == "flag" and not self.is_ready:
+            self.rng, self.is_ready = random.Random(5), True
+        elif self.way == "in a dict" and not self.ready["rng"]:  # which is not put back: nor is the generator
+            self.rng, self.ready["rng"] = random.Random(5), True
+        return self.late if self.way == "absent" else self.rng
+
+    def __getitem__(self, index: int) -> Any:
+        row = super().__getitem__(index).double()
+        return row + self.generator().random() if index % 20 == 7 else row
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("way", ["none", "absent", "flag"])
+def test_a_generator_that_a_rare_sample_makes_draws_what_it_would_without_a_cache(
+    way: str, workers: int
+) -> None:
+    def trained(loader: Any) -> list[Any]:
+        seed()
+        return run(loader)
+
+    expected = trained(DataLoader(Needed(way), batch_size=6, num_workers=workers))
+    with cached_of(Needed(way)) as cached:
+        assert trained(hotset.DataLoader(cached, batch_size=6, num_workers=workers)) == expected
+        assert cached.stats().cached == len([index for index in range(LENGTH) if index % 20 != 7])
+
+
+def test_a_generator_stays_where_something_else_says_that_it_was_made() -> None:
+    with cached_of(Needed("in a dict")) as cached:
+        first, second = (run(hotset.DataLoader(cached, batch_size=6)) for _ in range(2))
+        assert first != second
+
+
+class Building(Needed):
+    """Makes its generator at the first reading, and draws from it nowhere."""
+
+    def __getitem__(self, index: int) -> Any:
+        self.generator()
+        return Samples.__getitem__(self, index)
+
+
+def test_a_generator_that_is_only_made_costs_no_sample() -> None:
+    with cached_of(Building("none")) as cached:
+        cached.fill()
+        assert cached.stats().cached == LENGTH
+
+
 def test_a_source_declared_deterministic_is_believed() -> None:
     with cached_of(Declared({17}, "random")) as cached:
         first, second = ([x for x, _ in hotset.DataLoader(cached)] for _ in range(2))
