@@ -305,7 +305,7 @@ class TestCommand:
         path = tmp_path / "train.py"
         path.write_text(
             training(pause=0.002, epochs=400)
-            .replace("import sys, time, torch", "import sys, time, torch, torch.distributed as dist")
+            .replace("import sys", "import torch.distributed as dist, sys")
             .replace(
                 "    torch.manual_seed(0)", "    dist.init_process_group('gloo')\n    torch.manual_seed(0)"
             )
