@@ -67,6 +67,13 @@ def _judge(dataset: Any, source: Source, probed: Probe) -> tuple[list[str], bool
             "`x /= 2`, or .copy() and .clone()), and make the dataset anew: the samples that hotset has read "
             "are changed."
         )
+    if not probed.differs:
+        raise NotCacheable(
+            f"reading a sample of {kind} moves a random number generator ({'; '.join(seen)}), though two "
+            "readings were alike. If samples depend on what is drawn, move that part to transform=[...]; if "
+            f"none does (it seeds the generator, or throws away what it draws), declare it: "
+            f"hotset.deterministic({kind})."
+        )
     raise NotCacheable(
         f"{kind} returns another sample each time ({'; '.join(seen)}), and a cache would repeat one draw in "
         "all epochs. Move the random part to transform=[...], after the part to be cached; or keep what its "

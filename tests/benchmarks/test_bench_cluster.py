@@ -69,7 +69,13 @@ def test_two_nodes_exchange_records_read_the_source_once_and_leave_nothing_behin
     )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
-    assert said["ways"].keys() == {"TCP copy loop", "ZeroMQ", "ZeroMQ without keys", "Ray objects"}
+    assert said["ways"].keys() == {
+        "TCP copy loop",
+        "TCP copy loop, encrypted",
+        "ZeroMQ",
+        "ZeroMQ without keys",
+        "Ray objects",
+    }
     assert all(way == ["", 1] for way in said["ways"].values())
     first, later = said["targets"]
     # What opening has read counts too: it is more than 2 % of so few samples.
