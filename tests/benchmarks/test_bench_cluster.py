@@ -78,8 +78,9 @@ def test_two_nodes_exchange_records_read_the_source_once_and_leave_nothing_behin
     }
     assert all(way == ["", 1] for way in said["ways"].values())
     first, later = said["targets"]
-    # What opening has read counts too: it is more than 2 % of so few samples.
-    assert first == [(120 + said["reads"]) / 120, False]
+    # What opening has read counts too, and an audit: they are more than 2 % of so few samples.
+    assert 120 + said["reads"] <= first[0] * 120 <= 120 + said["reads"] + 2.5
+    assert not first[1]
     assert later == [0, True]
     assert said["machines"] == 2
     assert said["killed"] > 2  # Ray's own processes, the node and the rank
