@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hotset.determinism.libraries.albumentations import compositions, draws_in_vain
 from hotset.determinism.object_graph import within_reach
 
 __all__ = ["GLOBAL", "KINDS", "Generators", "access"]
@@ -100,7 +101,7 @@ class Generators:
     def look_again(self, holders: Sequence[object]) -> bool:
         """Watch also generators that were made since, as at the first read; True if there are any."""
         before = len(self._watched)
-        for path, found in within_reach(holders, KINDS):
+        for path, found in _generators(holders):
             if id(found) not in self._global:
                 self._watch(path, found)
                 seeds = _seeds_of(found)
@@ -158,6 +159,17 @@ class Generators:
         """Put every generator back to the state in which it was first seen, or noted."""
         for watched in self._watched.values():
             watched.put(watched.state)
+
+
+def _generators(holders: Sequence[object]) -> Iterator[tuple[str, object]]:
+    """The generators that the holders reach, with their paths, but for those from which nothing is drawn."""
+    kinds = compositions()
+    for path, found in within_reach(holders, (*KINDS, *kinds)):
+        if not issubclass(type(found), kinds):
+            yield path, found
+        elif not draws_in_vain(found):
+            for inner, generator in within_reach([found], KINDS):
+                yield path + inner.removeprefix(type(found).__qualname__), generator
 
 
 def _global_generators() -> Iterator[_Watched]:

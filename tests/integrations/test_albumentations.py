@@ -103,3 +103,47 @@ def test_what_albumentations_raises_is_the_users_to_see() -> None:
     A = need("albumentations")
     with pytest.raises(ValueError, match="name"):
         hotset.cache(Segmentation(), memory="4MiB", transform=A.Compose([A.Resize(8, 8)], strict=True))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_that_calls_a_chain_with_nothing_random_in_it_is_cached(workers: int) -> None:
+    """Such a Compose draws whether it is applied, and nothing depends on that."""
+    A, to_tensor = need("albumentations"), need("albumentations.pytorch").ToTensorV2
+    chain = A.Compose([A.Resize(32, 32), A.Compose([A.Normalize()]), to_tensor()])
+    options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "num_workers": workers}
+    expected = batches(torch.utils.data.DataLoader(Segmentation(chain), **options))
+    with hotset.cache(Segmentation(chain), memory="4MiB") as cached:
+        assert batches(hotset.DataLoader(cached, **options)) == expected
+        assert cached.stats().cached == 12
+
+
+@pytest.mark.parametrize("random_part", ["HorizontalFlip", "OneOf", "p"])
+def test_a_dataset_that_calls_a_random_chain_is_not(random_part: str) -> None:
+    A = need("albumentations")
+    parts, options = [A.Resize(32, 32)], {}
+    if random_part == "HorizontalFlip":
+        parts.append(A.HorizontalFlip())
+    elif random_part == "OneOf":
+        parts.append(A.OneOf([A.Normalize(), A.Transpose(p=1)], p=1))
+    else:
+        options["p"] = 0.9
+    with pytest.raises(hotset.NotCacheable):
+        hotset.cache(Segmentation(A.Compose(parts, **options)), memory="4MiB")
+
+
+def test_a_generator_that_a_chain_shares_with_its_dataset_counts() -> None:
+    A = need("albumentations")
+
+    class Sharing(Segmentation):
+        def __init__(self) -> None:
+            self.rng = random.Random(7)
+            chain = A.Compose([A.Resize(32, 32)])
+            chain.set_random_state(np.random.default_rng(7), self.rng)
+            super().__init__(chain)
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            self.rng.random()
+            return super().__getitem__(index)
+
+    with pytest.raises(hotset.NotCacheable, match=r"Sharing\.rng"):
+        hotset.cache(Sharing(), memory="4MiB")

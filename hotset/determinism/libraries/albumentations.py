@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +29,16 @@ from hotset.determinism.verdict import (
     verdict_of_children,
 )
 
-__all__ = ["WRAPS_CHILDREN", "children_in_order", "judge", "part", "takes_keywords", "without_draws"]
+__all__ = [
+    "WRAPS_CHILDREN",
+    "children_in_order",
+    "compositions",
+    "draws_in_vain",
+    "judge",
+    "part",
+    "takes_keywords",
+    "without_draws",
+]
 
 WRAPS_CHILDREN = True
 
@@ -81,6 +91,23 @@ def without_draws(step: Any) -> Any:
     still.transforms = [without_draws(child) for child in children]
     still.py_random = _Applied()
     return still
+
+
+def compositions() -> tuple[type, ...]:
+    """The class of albumentations' containers; nothing if albumentations is not imported."""
+    module = sys.modules.get("albumentations.core.composition")
+    return (module.BaseCompose,) if module is not None and hasattr(module, "BaseCompose") else ()
+
+
+def draws_in_vain(container: Any) -> bool:
+    """Whether nothing in a container is random. With p=1 it draws whether it is applied all the same, from a
+    generator that no transform of it then reads.
+    """
+    try:
+        verdict = judge(container)
+    except Exception:  # of a class that the user derived
+        return False
+    return verdict is not None and verdict.kind == "deterministic"
 
 
 class _Applied:
