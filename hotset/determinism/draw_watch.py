@@ -29,6 +29,7 @@ watch notices the entropy that seeded it (:mod:`hotset.determinism.entropy`), an
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,8 +43,8 @@ __all__ = ["DrawWatch"]
 
 _COMPARED, _LATER = 32, 128  # the first readings with entropy are compared, later each so many-th
 _REPEATS = 2  # further readings, to tell a sample that draws from a thread that drew at the same time
-# Threads that run no code of the user's: the one that sends a worker's batches, and hotset's own but one.
-_SENDER, _OWN, _READER = "QueueFeederThread", "hotset-", "hotset-ahead"
+# Threads that run no code of the user's: those of multiprocessing, torch and tqdm, and hotset's own but one.
+_OTHERS = re.compile(r"QueueFeederThread|hotset-(?!ahead).*|.*\((_serve|_pin_memory_loop)\)")
 
 
 class DrawWatch:
@@ -189,6 +190,8 @@ def _others_run() -> bool:
     """Whether another thread runs that may draw, or read the dataset."""
     here = threading.current_thread()
     return any(
-        each is not here and each.name != _SENDER and (not each.name.startswith(_OWN) or each.name == _READER)
+        each is not here
+        and _OTHERS.fullmatch(each.name) is None
+        and type(each).__module__.partition(".")[0] != "tqdm"
         for each in threading.enumerate()
     )

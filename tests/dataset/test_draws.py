@@ -367,6 +367,23 @@ def test_a_generator_that_a_rare_sample_makes_draws_what_it_would_without_a_cach
         assert cached.stats().cached == len([index for index in range(LENGTH) if index % 20 != 7])
 
 
+@pytest.mark.parametrize("name", ["Thread-1 (_serve)", "Thread-1 (train)"])
+def test_threads_that_run_no_code_of_the_users_do_not_count(name: str) -> None:
+    """Another one may have made the generator, which it is then left; so the first draw is lost."""
+    seed()
+    expected = run(DataLoader(Needed("flag"), batch_size=6))
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait, name=name)
+    thread.start()
+    try:
+        with cached_of(Needed("flag")) as cached:
+            seed()
+            assert (run(hotset.DataLoader(cached, batch_size=6)) == expected) == ("serve" in name)
+    finally:
+        done.set()
+        thread.join()
+
+
 def test_a_generator_stays_where_something_else_says_that_it_was_made() -> None:
     with cached_of(Needed("in a dict")) as cached:
         first, second = (run(hotset.DataLoader(cached, batch_size=6)) for _ in range(2))
