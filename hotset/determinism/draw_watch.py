@@ -137,9 +137,9 @@ class DrawWatch:
         if is_same:
             put_back(made)
         else:
-            for held, values in had:
-                held.clear()
+            for held, values in had:  # never without an attribute in between: an interrupt may come
                 held.update(values)
+                put_back([(held, values)])
         self._near.look()
 
     def _draws_again(self, read: object, read_again: Callable[[], object]) -> bool:
