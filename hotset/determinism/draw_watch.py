@@ -44,7 +44,7 @@ __all__ = ["DrawWatch"]
 _COMPARED, _LATER = 32, 128  # the first readings with entropy are compared, later each so many-th
 _REPEATS = 2  # further readings, to tell a sample that draws from a thread that drew at the same time
 # Threads that run no code of the user's: those of multiprocessing, torch and tqdm, and hotset's own but one.
-_OTHERS = re.compile(r"QueueFeederThread|hotset-(?!ahead).*|.*\((_serve|_pin_memory_loop)\)")
+_HARMLESS = re.compile(r"QueueFeederThread|hotset-(?!ahead).*|.*\((_serve|_pin_memory_loop)\)")
 
 
 class DrawWatch:
@@ -191,7 +191,7 @@ def _others_run() -> bool:
     here = threading.current_thread()
     return any(
         each is not here
-        and _OTHERS.fullmatch(each.name) is None
+        and _HARMLESS.fullmatch(each.name) is None
         and type(each).__module__.partition(".")[0] != "tqdm"
         for each in threading.enumerate()
     )

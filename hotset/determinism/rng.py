@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hotset.determinism.libraries.albumentations import compositions, draws_in_vain
+from hotset.determinism.libraries.albumentations import compositions, nothing_is_random
 from hotset.determinism.object_graph import within_reach
 
 __all__ = ["GLOBAL", "KINDS", "Generators", "access"]
@@ -167,7 +167,7 @@ def _generators(holders: Sequence[object]) -> Iterator[tuple[str, object]]:
     for path, found in within_reach(holders, (*KINDS, *kinds)):
         if not issubclass(type(found), kinds):
             yield path, found
-        elif not draws_in_vain(found):
+        elif not nothing_is_random(found):
             for inner, generator in within_reach([found], KINDS):
                 yield path + inner.removeprefix(type(found).__qualname__), generator
 

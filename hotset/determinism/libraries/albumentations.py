@@ -33,8 +33,8 @@ __all__ = [
     "WRAPS_CHILDREN",
     "children_in_order",
     "compositions",
-    "draws_in_vain",
     "judge",
+    "nothing_is_random",
     "part",
     "takes_keywords",
     "without_draws",
@@ -99,7 +99,7 @@ def compositions() -> tuple[type, ...]:
     return (module.BaseCompose,) if module is not None and hasattr(module, "BaseCompose") else ()
 
 
-def draws_in_vain(container: Any) -> bool:
+def nothing_is_random(container: Any) -> bool:
     """Whether nothing in a container is random. With p=1 it draws whether it is applied all the same, from a
     generator that no transform of it then reads.
     """
