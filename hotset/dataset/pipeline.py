@@ -168,21 +168,18 @@ class Cuts:
     @property
     def where(self) -> list[Any]:
         """The fields that decide what a cached sample contains, as JSON types."""
-        paths = [[list(path) for path in paths] for paths in self.paths]
-        return [list(self.own), paths, self.given, *([list(self.for_each)] if self.for_each else [])]
+        return [self.own, self.paths, self.given, *([self.for_each] if self.for_each else [])]
 
     def to_json(self) -> list[Any]:
         """All fields, as JSON types."""
-        own, paths, given, *_ = self.where
-        return [own, paths, given, list(self.in_place), *([list(self.for_each)] if self.for_each else [])]
+        return [self.own, self.paths, self.given, self.in_place, self.for_each]
 
     @classmethod
     def from_json(cls, value: Any) -> Cuts:
-        """The inverse of :meth:`to_json`. Also reads :attr:`where`, which caches of earlier versions hold."""
-        own, paths, given, *rest = value
-        in_place = rest[0] if rest else [False] * len(own)
+        """The inverse of :meth:`to_json`; JSON has made lists of all tuples."""
+        own, paths, given, in_place, for_each = value
         tuples = tuple(tuple(tuple(path) for path in each) for each in paths)
-        return cls(tuple(own), tuples, given, tuple(in_place), tuple(rest[1]) if len(rest) > 1 else ())
+        return cls(tuple(own), tuples, given, tuple(in_place), tuple(for_each))
 
 
 @dataclass(frozen=True)

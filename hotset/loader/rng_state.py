@@ -114,12 +114,8 @@ def _text(data: Any) -> str:
     return binascii.b2a_base64(data, newline=False).decode("ascii")
 
 
-def _bytes(value: Any) -> bytes:
-    if isinstance(value, str):
-        return base64.b64decode(value, validate=True)
-    if not isinstance(value, bytes):  # format 1 had bytes; a number 10**12 would become a terabyte of zeros
-        raise TypeError(f"expected text or bytes, got {type(value).__name__}")
-    return value
+def _bytes(text: Any) -> bytes:
+    return base64.b64decode(text, validate=True)
 
 
 # The largest positions in the buffers of numpy's generators (MT19937, Philox): numpy does not check them.

@@ -34,10 +34,9 @@ from hotset.dataset.cached_stream import CachedStream
 from hotset.determinism.rng import Generators
 from hotset.errors import StateError
 from hotset.loader.remaining_batches import BatchCut, EpochPosition
-from hotset.loader.rng_state import DAMAGE, Beginning, damaged, pack, restore, unpack_states
+from hotset.loader.rng_state import DAMAGE, Beginning, damaged, restore, unpack_states
 
 __all__ = [
-    "FORMAT",
     "EpochProgress",
     "SavedState",
     "between_passes",
@@ -46,8 +45,7 @@ __all__ = [
     "read_state",
 ]
 
-FORMAT = 2
-_READ = (1, FORMAT)
+_FORMAT = 2
 
 
 @dataclass
@@ -231,7 +229,7 @@ class SavedState:
         Raises:
             StateError: the state is damaged.
         """
-        restore(Generators([]), self.state["in_process"] or {})
+        restore(Generators([]), self.state["in_process"])
 
     def restore_live(self, live: Generators) -> None:
         """As :meth:`restore_globals`, for all generators that the batches made in this process draw from.
@@ -240,7 +238,7 @@ class SavedState:
         Accelerate makes one batch ahead, and takes the loader's state before that batch, but the training's
         random states after it. If batches are only gathered, the training's own states count.
         """
-        saved = self.state["in_process"] or {}
+        saved = self.state["in_process"]
         restore(live, saved, held_only=len(saved) <= 1)
 
 
@@ -253,7 +251,7 @@ def header(data: dict[str, Any], cut: BatchCut, workers: int, windows: list[list
         workers: how many the loader has.
         windows: the state of each running window behind it: see :meth:`ActiveWindow.state`.
     """
-    return {"format": FORMAT, "data": data, "cut": list(cut), "workers": workers, "windows": windows}
+    return {"format": _FORMAT, "data": data, "cut": list(cut), "workers": workers, "windows": windows}
 
 
 def between_passes(
@@ -306,18 +304,17 @@ def read_state(
     """
     if not isinstance(state, dict) or "format" not in state:
         raise StateError("state must be what hotset.DataLoader.state_dict() returned, and has no `format`.")
-    if state["format"] not in _READ:
+    if state["format"] != _FORMAT:
         raise StateError(
-            f"the state has format {state['format']!r}, and this hotset reads formats 1 and {FORMAT}; load "
-            "it with the version of hotset that saved it."
+            f"the state has format {state['format']!r}, and this hotset reads format {_FORMAT}; load it with "
+            "the version of hotset that saved it."
         )
     try:
-        state = state if state["format"] == FORMAT else _of_format_1(state)
         saved_cut = _cut(state["cut"])
         position = EpochPosition(*(_count(state[name]) for name in ("batches", "samples", "dealt")))
         saved_data, saved_workers = dict(state["data"]), _count(state["workers"])
         under_way, _, _ = bool(state["under_way"]), _count(state["pass"]), bool(state["fresh"])
-        _count(state["turn"]), unpack_states(state["in_process"])
+        _count(state["turn"]), unpack_states(dict(state["in_process"]))
         for worker, states in state["in_workers"].items():
             _count(int(worker)), unpack_states(states)
         for own in state["beginning"]["samplers"]:
@@ -334,23 +331,6 @@ def read_state(
     same_loader = saved_cut == cut and saved_workers == workers
     positions = positions_of(saved_windows, windows)
     return SavedState(state, saved_cut, position, under_way, same_rank, same_loader, positions)
-
-
-def _of_format_1(state: dict[str, Any]) -> dict[str, Any]:
-    """Convert a state of format 1 to the present format.
-
-    Format 1 held samplers' states unpacked. If no live part drew from this process's generators, it held
-    their states only between passes, as the beginning of the next pass.
-    """
-    beginning = state["beginning"]
-    beginning = {
-        **beginning,
-        "samplers": [{name: pack(part) for name, part in own.items()} for own in beginning["samplers"]],
-    }
-    in_process = state["in_process"]
-    if in_process is None and not state["under_way"]:
-        in_process = beginning["globals"]
-    return {**state, "format": FORMAT, "beginning": beginning, "in_process": in_process}
 
 
 def _count(value: Any) -> int:

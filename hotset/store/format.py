@@ -212,7 +212,7 @@ class Slot:
     CURSOR = 13  # the window's cursor in that epoch
     WAIT_NS = 14  # time that its holder's training loop has waited for batches
     PEER_HITS = 15  # samples that other machines sent
-    # 16 was used once
+    # 16 is free
     AUDITS = 17  # hits that were compared with what the source gives
     AUDIT_NS = 18  # time spent on that
     # Of a stream's part with this slot's number, whichever process holds the slot (see stream_parts):

@@ -6,7 +6,6 @@ dropout does. torchdata's loader passes the same table: it does what users expec
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import random
@@ -17,14 +16,13 @@ import numpy as np
 import pytest
 import torch
 from helpers import all_pairs, difference, rarely, seed_everything
-from resuming import Remembering, same, through_a_checkpoint, training
+from resuming import same, through_a_checkpoint, training
 from samples import image_and_label
 from sources import Samples
 from torch.utils.data import DistributedSampler, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import hotset
-from hotset.loader.rng_state import unpack
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -219,55 +217,3 @@ def test_a_trainers_own_random_states_win() -> None:
     loader.load_state_dict(state)
     torch.set_rng_state(own)
     same([training(loader), training(loader)], expected)
-
-
-# ---- states of format 1, as they were saved before ------------------------------------------------------
-
-
-def of_format_1(state: dict[str, Any], live_here: bool) -> dict[str, Any]:
-    """A state of format 1: bytes, workers by number, samplers' states unpacked; and of this process's
-    generators only those that a live part drew from.
-    """
-
-    def then(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        coded = ("torch",) if "torch" in value else ("bytes",) if "numpy" in value else ()
-        coded = ("words",) if "random" in value else coded
-        return {k: base64.b64decode(v) if k in coded else then(v) for k, v in value.items()}
-
-    beginning = then(state["beginning"])
-    for own in beginning["samplers"]:
-        if "state" in own:
-            own["state"] = unpack(own["state"])
-    beginning["generators"] = [then(one) for one in beginning["generators"]]
-    return {
-        **state,
-        "format": 1,
-        "beginning": beginning,
-        "in_process": then(state["in_process"]) if live_here and state["under_way"] else None,
-        "in_workers": {int(worker): then(states) for worker, states in state["in_workers"].items()},
-    }
-
-
-@pytest.mark.parametrize(
-    ("workers", "order", "data"),
-    rarely(
-        all_pairs(["no workers", "workers"], ["shuffle", "shuffle, generator=", "with a state"], DATA),
-        ("workers", "shuffle, generator=", "plain"),
-    ),
-    indirect=["data"],
-)
-def test_a_state_of_format_1_is_read(workers: str, order: str, data: Any) -> None:
-    def make() -> Any:
-        options = {"sampler": Remembering(N)} if order == "with a state" else ORDERS[order](data)
-        return hotset.DataLoader(data, batch_size=4, **WORKERS[workers], **options)
-
-    live_here = workers == "no workers" and (isinstance(data, Samples) or data.plan.live != ())
-    states, after = run(make, lambda state: through_a_checkpoint(of_format_1(state, live_here)))
-    for name in ("between two batches", "after a pass"):
-        seed_everything(2)
-        loader = make()
-        loader.load_state_dict(states[name])
-        found = difference(training(loader), after[name][0], "the rest")
-        assert found is None, f"{name}: {found}"
