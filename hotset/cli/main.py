@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -42,9 +42,8 @@ def hotset_(
     """Keeps accelerators fed: a shared-memory cache and loader for PyTorch."""
 
 
-# typer reads annotations at run time, and on Python 3.10 it needs Optional[X] in place of X | None there.
 Folder = Annotated[
-    Optional[Path],  # noqa: UP045
+    Path | None,
     typer.Argument(
         help="Folder with a subfolder of images per class; by default, photographs are generated."
     ),
@@ -80,7 +79,7 @@ def explain(
         str, typer.Option(help="Memory limit of the cache: 64GiB, or 50% of what is free.")
     ] = "auto",
     resident: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(help="Size of the window: a number of samples, a fraction, or an amount of memory."),
     ] = None,
     replace: Annotated[
@@ -89,14 +88,10 @@ def explain(
     strict: Annotated[
         bool, typer.Option(help="Do not cache transforms that only a trial found deterministic.")
     ] = False,
-    cut: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(help="Number of transforms to cache."),
-    ] = None,
+    cut: Annotated[int | None, typer.Option(help="Number of transforms to cache.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples per batch.")] = 64,
     steps: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="Number of training steps, to compute the epochs."),
+        int | None, typer.Option(min=1, help="Number of training steps, to compute the epochs.")
     ] = None,
 ) -> None:
     """Show what would be cached of a dataset, what stays live, and why. It reads a few samples.
@@ -123,7 +118,7 @@ def explain(
 # A program's own options are not hotset's.
 _PROGRAM_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 Program = Annotated[
-    Optional[list[str]],  # noqa: UP045
+    list[str] | None,
     typer.Argument(metavar="-- PROGRAM [ARGS]...", help="The program and its arguments.", show_default=False),
 ]
 
@@ -135,20 +130,17 @@ def run_program(
         str, typer.Option(help="Memory limit of all that is kept: 64GiB, or 50% of what is free.")
     ] = "auto",
     session: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(metavar="NAME", help="Session to keep it in for later jobs."),
+        str | None, typer.Option(metavar="NAME", help="Session to keep it in for later jobs.")
     ] = None,
     spill: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(metavar="DIR", help="Folder for what memory has no room for."),
+        str | None, typer.Option(metavar="DIR", help="Folder for what memory has no room for.")
     ] = None,
     memo: Annotated[
-        Optional[list[str]],  # noqa: UP045
+        list[str] | None,
         typer.Option(metavar="MODULE:FUNCTION", help="One more function to memoise; may be repeated."),
     ] = None,
     evict: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="lru: new values take the place of those used least recently."),
+        str | None, typer.Option(help="lru: new values take the place of those used least recently.")
     ] = None,
 ) -> None:
     """Run a program so that each file is decoded once; no line of it is changed.
@@ -246,8 +238,7 @@ def gc() -> None:
 
 Port = Annotated[int, typer.Option(min=1, max=65535, help="The server's port.")]
 RunningPort = Annotated[
-    Optional[int],  # noqa: UP045
-    typer.Option(min=1, max=65535, help="The server's port; not needed if only one server runs."),
+    int | None, typer.Option(min=1, max=65535, help="The server's port; not needed if only one server runs.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -260,8 +251,7 @@ def start(
         str, typer.Option(help="Memory limit of all its sessions together: 80%, or 120GiB.")
     ] = "80%",
     spill: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(metavar="DIR", help="Spill folder of sessions that name none."),
+        str | None, typer.Option(metavar="DIR", help="Spill folder of sessions that name none.")
     ] = None,
     log_level: Annotated[
         str, typer.Option(help="Log level: debug, info, warning, error or critical.")
@@ -366,23 +356,20 @@ Which = Annotated[str, typer.Argument(metavar="NAME", help="Name or number.")]
 def create_session(
     name: Annotated[str, typer.Argument(help="Letters, digits, dots, underscores and hyphens.")],
     memory: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(help="Memory limit of all its caches together: 120GiB, or 50% of the machine's memory."),
     ] = None,
     spill: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(
             metavar="DIR",
             help="Folder for samples beyond that; 64 MiB or 1% of its disk, whichever is more, stays free.",
         ),
     ] = None,
-    ttl: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="Time to live after the last use, such as 24h."),
-    ] = None,
+    ttl: Annotated[str | None, typer.Option(help="Time to live after the last use, such as 24h.")] = None,
     persist: Annotated[bool, typer.Option("--persist", help="Keep spilled samples across a reboot.")] = False,
     port: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(
             min=1,
             max=65535,
@@ -474,8 +461,7 @@ Address = Annotated[
 @cluster_app.command("status")
 def cluster_status(
     session: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Argument(metavar="[SESSION]", help="Show only this session."),
+        str | None, typer.Argument(metavar="[SESSION]", help="Show only this session.")
     ] = None,
     address: Address = "auto",
     as_json: AsJson = False,

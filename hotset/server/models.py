@@ -6,25 +6,12 @@ its value, and the sentences of their errors are the answer.
 
 from __future__ import annotations
 
-from typing import Optional, Union
-
 from pydantic import BaseModel, ConfigDict, Field
 
 from hotset.server.views import Amount, SessionView
 from hotset.session.reports import CacheReport
 
-__all__ = [
-    "Change",
-    "Error",
-    "Freed",
-    "History",
-    "NewSession",
-    "Status",
-    "Stopped",
-]
-
-# pydantic reads annotations at run time, and on Python 3.10 it needs Optional[X] for some of them.
-# ruff: noqa: UP007, UP045
+__all__ = ["Change", "Error", "Freed", "History", "NewSession", "Status", "Stopped"]
 
 
 class Error(BaseModel):
@@ -38,14 +25,14 @@ class NewSession(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    name: Optional[str] = Field(
+    name: str | None = Field(
         None,
         description="Not digits only; the session's number if there is none.",
         json_schema_extra={"pattern": "^[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}$"},
     )
-    memory: Union[int, str, None] = Field(None, description="Bytes, or an amount such as 120GiB or 50%.")
-    spill: Optional[str] = Field(None, description="Absolute path; the server's folder if not given.")
-    ttl: Union[float, str, None] = Field(None, description="Seconds, or 90s, 30m, 24h, 7d.")
+    memory: int | str | None = Field(None, description="Bytes, or an amount such as 120GiB or 50%.")
+    spill: str | None = Field(None, description="Absolute path; the server's folder if not given.")
+    ttl: float | str | None = Field(None, description="Seconds, or 90s, 30m, 24h, 7d.")
     persist: bool = Field(False, description="Whether what is spilled outlives a reboot.")
 
 
@@ -54,7 +41,7 @@ class Change(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    memory: Union[int, str] = Field(description="Bytes, or an amount such as 120GiB or 50%.")
+    memory: int | str = Field(description="Bytes, or an amount such as 120GiB or 50%.")
 
 
 class ServerSpill(BaseModel):
@@ -62,7 +49,7 @@ class ServerSpill(BaseModel):
 
     folder: str
     used: int
-    free: Optional[int]
+    free: int | None
 
 
 class Status(BaseModel):
@@ -76,9 +63,9 @@ class Status(BaseModel):
     host: str
     port: int
     started: float
-    log: Optional[str]
+    log: str | None
     memory: Amount
-    spill: Optional[ServerSpill]
+    spill: ServerSpill | None
     sessions: list[SessionView]
     jobs: list[CacheReport]
 
@@ -86,12 +73,12 @@ class Status(BaseModel):
 class Series(BaseModel):
     """A session's points, one for each of the history's times; null where unknown."""
 
-    samples_per_second: list[Optional[float]]
-    waited: list[Optional[float]]
-    hit_rate: list[Optional[float]]
-    cached: list[Optional[int]]
-    memory: list[Optional[int]]
-    disk: list[Optional[int]]
+    samples_per_second: list[float | None]
+    waited: list[float | None]
+    hit_rate: list[float | None]
+    cached: list[int | None]
+    memory: list[int | None]
+    disk: list[int | None]
 
 
 class History(BaseModel):
