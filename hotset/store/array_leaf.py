@@ -190,9 +190,6 @@ class ArrayLeaf(Leaf):
         if not self.is_plain or memory_order(array.shape, strides) != self.order:
             raise SchemaMismatch("its dimensions lie in another order in memory")
 
-    def measure(self, checked: Carrier) -> tuple[Shape, int]:
-        return checked.shape, checked.nbytes
-
     def put(self, buffer: Any, offset: int, checked: Carrier) -> None:
         np.copyto(np.ndarray(checked.shape, checked.dtype, buffer, offset), checked)
 
@@ -229,13 +226,12 @@ class ArrayLeaf(Leaf):
         return self._lay_out(array)
 
     def get_all(self, buffer: Any, offset: int, stride: int, count: int) -> list[Any]:
-        places = range(offset, offset + stride * count, stride)
-        if self.library == "torch" and self.is_plain and self.fixed_bytes:
-            shape = self.shape or ()
-            size, dtype = math.prod(shape), self.torch_dtype
-            make = torch.frombuffer
-            return [make(buffer, dtype=dtype, count=size, offset=at).view(shape) for at in places]
-        return [self.get(buffer, at, ()) for at in places]
+        if self.library != "torch" or not self.is_plain or not self.fixed_bytes:
+            return super().get_all(buffer, offset, stride, count)
+        shape = self.shape or ()
+        size, dtype = math.prod(shape), self.torch_dtype
+        make, places = torch.frombuffer, range(offset, offset + stride * count, stride)
+        return [make(buffer, dtype=dtype, count=size, offset=at).view(shape) for at in places]
 
     def _lay_out(self, array: Any) -> Any:
         """Copy an array in C order into the order that samples have in memory."""

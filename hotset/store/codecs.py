@@ -27,6 +27,7 @@ import torch
 from hotset.errors import ArgumentError
 from hotset.store import pictures
 from hotset.store.leaf import SchemaMismatch
+from hotset.store.python_leaves import name_of_type
 
 __all__ = ["Codec", "codec_named", "codec_of", "given_codec", "register_codec"]
 
@@ -72,19 +73,19 @@ def register_codec(cls: type, flatten: Callable[[Any], Any], unflatten: Callable
         raise ArgumentError(
             "register_codec(cls, flatten, unflatten): cls must be a type, and the other two callable."
         )
-    name = _name(cls)
+    name = name_of_type(cls)
     _registered[name] = Codec(name, flatten, unflatten)
     _given.add(name)
 
 
 def codec_of(value: object) -> Codec | None:
     """Return the codec for this object's type, or None."""
-    return codec_named(_name(type(value)))
+    return codec_named(name_of_type(type(value)))
 
 
 def given_codec(value: object) -> Codec | None:
     """Return the codec that the user has registered for this object's type, or None."""
-    name = _name(type(value))
+    name = name_of_type(type(value))
     return _registered[name] if name in _given else None
 
 
@@ -100,10 +101,6 @@ def codec_named(name: str) -> Codec | None:
             return None
         _registered[name] = builtin
     return _registered[name]
-
-
-def _name(cls: type) -> str:
-    return f"{cls.__module__}:{cls.__qualname__}"
 
 
 def _flatten_meta(value: Any) -> Any:
@@ -252,8 +249,8 @@ _PLAIN: tuple[tuple[type, Callable[[Any], Any], Callable[[Any], Any]], ...] = (
 _BUILTIN = {
     codec.name: codec
     for codec in (
-        *(Codec(_name(kind), flatten, unflatten) for kind, flatten, unflatten in _PLAIN),
-        Codec(_name(np.memmap), _flatten_memmap, lambda tree: tree[0].view(np.memmap), stacks=0),
+        *(Codec(name_of_type(kind), flatten, unflatten) for kind, flatten, unflatten in _PLAIN),
+        Codec(name_of_type(np.memmap), _flatten_memmap, lambda tree: tree[0].view(np.memmap), stacks=0),
         Codec("PIL.Image:Image", pictures.flatten_image, pictures.unflatten_image),
         Codec("monai.data.meta_tensor:MetaTensor", _flatten_meta, _unflatten_meta),
     )

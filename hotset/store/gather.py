@@ -37,7 +37,7 @@ from hotset.store.batch_layout import BatchTree, Column, NotGathered, torch_dtyp
 from hotset.store.claims import Ids
 from hotset.store.format import PRESENT, ROW_MASK
 from hotset.store.leaf import Leaf
-from hotset.store.python_leaves import NumbersLeaf, TextLeaf
+from hotset.store.python_leaves import TextLeaf
 from hotset.store.ragged import Ragged
 from hotset.store.record_batch import RecordBatch, VariableTails, heads_of, runs
 from hotset.store.schema import Schema
@@ -378,7 +378,7 @@ class Gather:
             leaf = schema.leaves[place]
             shapes = tails.heads[str(place)][start:stop].astype(np.int64)
             sizes = np.multiply.reduce(shapes, axis=1)
-            if isinstance(leaf, (ArrayLeaf, NumbersLeaf)):
+            if leaf.itemsize > 1:
                 sizes *= leaf.itemsize
             found.append(self._variable_column(leaf, lines, starts, sizes, shapes))
             if place != schema.variable[-1]:

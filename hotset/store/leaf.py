@@ -29,12 +29,21 @@ class SchemaMismatch(Exception):
 
 
 class Leaf(Protocol):
-    """One kind of value. ``fixed_bytes`` is None for a variable leaf, which has ``dims`` dimensions."""
+    """One kind of value.
+
+    ``fixed_bytes`` is None for a variable leaf: ``dims`` dimensions of elements of ``itemsize`` bytes.
+    """
 
     @property
     def fixed_bytes(self) -> int | None: ...
     @property
-    def dims(self) -> int: ...
+    def dims(self) -> int:
+        return 0
+
+    @property
+    def itemsize(self) -> int:
+        return 1
+
     def check(self, value: object) -> Any:
         """Return the value in the form that :meth:`put` wants.
 
@@ -46,8 +55,10 @@ class Leaf(Protocol):
         """As :meth:`check`, for this leaf's values in several samples: much faster than one by one."""
         return [self.check(value) for value in values]
 
-    def measure(self, checked: Any) -> tuple[Shape, int]:
-        """Dimensions and bytes of a checked value (variable leaves only)."""
+    def shape_of(self, checked: Any) -> Shape:
+        """The dimensions of a variable leaf's checked value."""
+        shape: Shape = checked.shape
+        return shape
 
     def put(self, buffer: Any, offset: int, checked: Any) -> None:
         """Write a checked value there."""
@@ -62,8 +73,10 @@ class Leaf(Protocol):
 
     def get_all(self, buffer: Any, offset: int, stride: int, count: int) -> list[Any]:
         """Return a fixed leaf's values in ``count`` rows, the first at ``offset``."""
+        return [self.get(buffer, offset + place * stride, ()) for place in range(count)]
 
     def widen(self, value: object) -> Leaf:
         """Return a leaf that fits this one's values and ``value`` too, or self if there is none."""
+        return self
 
     def to_json(self) -> dict[str, Any]: ...

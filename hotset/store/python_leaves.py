@@ -42,8 +42,6 @@ class NumberLeaf(Leaf):
     def fixed_bytes(self) -> int:
         return {"bool": 1, "int": 8, "float": 8, "complex": 16}.get(self.kind) or np.dtype(self.kind).itemsize
 
-    dims = 0
-
     @property
     def _numpy_name(self) -> str:
         return _NUMPY_NAMES.get(self.kind, self.kind)
@@ -63,9 +61,6 @@ class NumberLeaf(Leaf):
         if python is int and (min(values) not in _INT_RANGE or max(values) not in _INT_RANGE):
             return super().check_all(values)
         return list(values)
-
-    def measure(self, checked: Any) -> tuple[Shape, int]:
-        return (), self.fixed_bytes
 
     def put(self, buffer: Any, offset: int, checked: Any) -> None:
         if self.kind == "int":
@@ -96,9 +91,6 @@ class NumberLeaf(Leaf):
     def get_all(self, buffer: Any, offset: int, stride: int, count: int) -> list[Any]:
         values: Carrier = np.ndarray((count,), self._numpy_name, buffer, offset, (stride,))
         return values.tolist() if self.kind in _PYTHON_NUMBERS else list(values)
-
-    def widen(self, value: object) -> Leaf:
-        return self
 
     def to_json(self) -> dict[str, Any]:
         return {"leaf": "number", "kind": self.kind}
@@ -140,9 +132,6 @@ class NumbersLeaf(Leaf):
             return np.fromiter(value, _NUMPY_NAMES[self.kind], len(value))
         except OverflowError:
             raise SchemaMismatch("an int of more than 64 bits") from None
-
-    def measure(self, checked: Carrier) -> tuple[Shape, int]:
-        return checked.shape, checked.nbytes
 
     def put(self, buffer: Any, offset: int, checked: Carrier) -> None:
         np.ndarray(checked.shape, checked.dtype, buffer, offset)[:] = checked
@@ -190,7 +179,6 @@ class TextLeaf(Leaf):
 
     fixed_bytes = None
     dims = 1
-    itemsize = 1
 
     def check(self, value: object) -> bytes:
         if type(value).__name__ != self.kind or type(value) not in (str, bytes):
@@ -200,8 +188,8 @@ class TextLeaf(Leaf):
         # A path that is not valid UTF-8 has lone surrogates, which must come back as such.
         return str(value).encode("utf-8", "surrogatepass")
 
-    def measure(self, checked: bytes) -> tuple[Shape, int]:
-        return (len(checked),), len(checked)
+    def shape_of(self, checked: bytes) -> Shape:
+        return (len(checked),)
 
     def put(self, buffer: Any, offset: int, checked: bytes) -> None:
         buffer[offset : offset + len(checked)] = checked
@@ -209,12 +197,6 @@ class TextLeaf(Leaf):
     def get(self, buffer: Any, offset: int, dims: Shape) -> Any:
         raw = bytes(memoryview(buffer)[offset : offset + dims[0]])
         return raw if self.kind == "bytes" else raw.decode("utf-8", "surrogatepass")
-
-    def get_all(self, buffer: Any, offset: int, stride: int, count: int) -> list[Any]:
-        raise AssertionError("text is variable")
-
-    def widen(self, value: object) -> Leaf:
-        return self
 
     def to_json(self) -> dict[str, Any]:
         return {"leaf": "text", "kind": self.kind}
@@ -225,26 +207,16 @@ class NoneLeaf(Leaf):
     """None: it takes no bytes."""
 
     fixed_bytes = 0
-    dims = 0
 
     def check(self, value: object) -> None:
         if value is not None:
             raise SchemaMismatch(f"{type(value).__name__} instead of None")
-
-    def measure(self, checked: None) -> tuple[Shape, int]:
-        return (), 0
 
     def put(self, buffer: Any, offset: int, checked: None) -> None:
         pass
 
     def get(self, buffer: Any, offset: int, dims: Shape) -> None:
         return None
-
-    def get_all(self, buffer: Any, offset: int, stride: int, count: int) -> list[Any]:
-        return [None] * count
-
-    def widen(self, value: object) -> Leaf:
-        return self
 
     def to_json(self) -> dict[str, Any]:
         return {"leaf": "none"}
@@ -257,7 +229,6 @@ class EnumLeaf(Leaf):
     enum: type
 
     fixed_bytes = 8
-    dims = 0
 
     def check(self, value: object) -> int:
         if type(value) is not self.enum:
@@ -267,20 +238,11 @@ class EnumLeaf(Leaf):
                 return place
         raise SchemaMismatch(f"{value!r}, which is not a single member of {self.enum.__name__}")
 
-    def measure(self, checked: int) -> tuple[Shape, int]:
-        return (), 8
-
     def put(self, buffer: Any, offset: int, checked: int) -> None:
         _INT.pack_into(buffer, offset, checked)
 
     def get(self, buffer: Any, offset: int, dims: Shape) -> Any:
         return list(self.enum)[_INT.unpack_from(buffer, offset)[0]]  # type: ignore[call-overload]
-
-    def get_all(self, buffer: Any, offset: int, stride: int, count: int) -> list[Any]:
-        return [self.get(buffer, offset + place * stride, ()) for place in range(count)]
-
-    def widen(self, value: object) -> Leaf:
-        return self
 
     def to_json(self) -> dict[str, Any]:
         return {"leaf": "enum", "type": name_of_type(self.enum)}

@@ -54,6 +54,8 @@ LARGE = 64 << 10  # bytes of an array that is not copied to be written
 _ALIGN_TAIL = 16
 LARGEST_RECORD = 2 << 30
 _DEEPEST = 64
+# What a forged or foreign schema leads to.
+_DAMAGE = (ArithmeticError, AttributeError, ImportError, LookupError, RecursionError, TypeError, ValueError)
 _KEY_TYPES = (str, int, bool, float, type(None))
 _SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple}
 
@@ -127,14 +129,14 @@ class Schema:
     def _head(self) -> np.dtype[Any]:
         """The head of a row: ``tail`` and, under each variable leaf's place in the tree, its dimensions."""
         places = [str(place) for place in self.variable]
-        shapes = [(self.leaves[place].dims,) for place in self.variable]
+        dims = [self.leaves[place].dims for place in self.variable]
         offsets = [self.offsets[place] - RECORD_HEADER for place in self.variable]
         return np.dtype(
             {
                 "names": ["tail", *places],
-                "formats": ["<i8", *(("<u4", shape) for shape in shapes)],
+                "formats": ["<i8", *(("<u4", (count,)) for count in dims)],
                 "offsets": [0, *offsets],
-                "itemsize": -(-(TAIL.size + 4 * sum(math.prod(shape) for shape in shapes)) // 8) * 8,
+                "itemsize": -(-(TAIL.size + 4 * sum(dims)) // 8) * 8,
             }
         )
 
@@ -198,9 +200,8 @@ class Schema:
         tail = 0
         dims: list[Shape] = []
         for place in self.variable:
-            shape, size = self.leaves[place].measure(values[place])
-            dims.append(shape)
-            tail += -(-size // _ALIGN_TAIL) * _ALIGN_TAIL
+            dims.append(self.leaves[place].shape_of(values[place]))
+            tail += -(-variable_bytes(self.leaves[place], dims[-1]) // _ALIGN_TAIL) * _ALIGN_TAIL
         if tail + self.stride > LARGEST_RECORD:
             raise SchemaMismatch("more than 2 GiB in one sample")
         return Prepared(values, dims, tail)
@@ -293,7 +294,7 @@ class Schema:
             leaf = self.leaves[place]
             # In floats, which do not overflow: four dimensions of 32 bits are 128.
             size = np.multiply.reduce(heads[str(place)], 1, np.float64)
-            if isinstance(leaf, (ArrayLeaf, NumbersLeaf)) and leaf.itemsize > 1:
+            if leaf.itemsize > 1:
                 size *= leaf.itemsize
             end = size if place == self.variable[0] else np.ceil(end / _ALIGN_TAIL) * _ALIGN_TAIL + size
         beyond: npt.NDArray[np.bool_] = end > lines * LINE
@@ -315,16 +316,13 @@ class Schema:
         """
         try:
             return cls(from_json(described))
-        except (ArithmeticError, AttributeError, ImportError, LookupError) as error:
-            raise SegmentError(f"the segment's schema cannot be read: {error!r}.") from error
-        except (RecursionError, TypeError, ValueError) as error:
+        except _DAMAGE as error:
             raise SegmentError(f"the segment's schema cannot be read: {error!r}.") from error
 
 
 def variable_bytes(leaf: Leaf, dims: Shape) -> int:
     """Bytes that a variable leaf of these dimensions takes in the tail."""
-    size: int = leaf.itemsize  # type: ignore[attr-defined]
-    return math.prod(dims) * size
+    return math.prod(dims) * leaf.itemsize
 
 
 # ---- the tree: containers above, leaves below -----------------------------------------------------------
