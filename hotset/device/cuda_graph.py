@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -140,9 +141,11 @@ class CudaGraphs:
     def capture(self, fn: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
         graph = self._api.CUDAGraph()
         failed: BaseException | None = None
+        begun = False
         try:
-            with self.side():
+            with self.side(), _no_collection():
                 graph.capture_begin(pool, capture_error_mode="thread_local")
+                begun = True
                 try:
                     out = fn()
                 except BaseException as error:
@@ -151,37 +154,50 @@ class CudaGraphs:
                 finally:
                     graph.capture_end()
         except BaseException as error:
-            self._recover(graph, pool)
+            self._recover(graph, pool, begun)
             try:
                 raise failed or error from None  # that of an interrupted capture's end says no reason
             finally:
                 failed = None  # its traceback holds this frame, which holds the graph's memory
         return graph.replay, out
 
-    def _recover(self, graph: Any, pool: Any) -> None:
-        """Take allocator and generator out of a capture that has failed."""
-        self._end_recording(pool)
+    def _recover(self, graph: Any, pool: Any, begun: bool) -> None:
+        """Take allocator and generator out of a capture that has failed.
+
+        Args:
+            graph, pool: that were captured, and where.
+            begun: whether the capture's beginning had succeeded; if not, the pool may not know of this graph.
+        """
+        self._clear_error()
+        begun = self._end_recording(pool) or begun
         try:
             graph.pool()  # raised unless the capture has ended in order: then the graph releases it
         except RuntimeError:
-            if not self._torch_releases_pools():
+            if begun and not self._torch_releases_pools():
                 with contextlib.suppress(RuntimeError):
                     self._core._cuda_releasePool(self._device.index, pool)
-        with self.side():
-            with contextlib.suppress(RuntimeError):  # the first launch reports the capture's error once more
-                self._api._sleep(1)
-            with contextlib.suppress(RuntimeError):
-                mended = self._api.CUDAGraph()
-                mended.capture_begin(capture_error_mode="thread_local")
+        with contextlib.suppress(RuntimeError), self.side():
+            mended = self._api.CUDAGraph()
+            mended.capture_begin(capture_error_mode="thread_local")
+            try:
                 self._api._sleep(1)  # torch warns of a graph that is empty
+            finally:
                 mended.capture_end()
 
-    def _end_recording(self, pool: Any) -> None:
-        """Have the allocator give no more memory of a graph's pool."""
+    def _clear_error(self) -> None:
+        """The first launch after a capture that was interrupted reports its error once more."""
+        with contextlib.suppress(RuntimeError), self.side():
+            self._api._sleep(1)
+
+    def _end_recording(self, pool: Any) -> bool:
+        """Have the allocator give no more memory of a graph's pool; whether it did until now."""
         core = self._core
         end = getattr(core, "_cuda_endAllocateToPool", None) or core._cuda_endAllocateCurrentStreamToPool
-        with contextlib.suppress(RuntimeError):  # raised if the capture's end has done it
+        try:
             end(self._device.index, pool)
+        except RuntimeError:  # the capture's end has done it
+            return False
+        return True
 
     def _torch_releases_pools(self) -> bool:
         """Whether a graph whose capture has failed releases its pool, as it does in torch's builds since July
@@ -197,6 +213,7 @@ class CudaGraphs:
                 self._api.synchronize(self._device)  # not permitted in a capture
             finally:
                 graph.capture_end()
+        self._clear_error()
         self._end_recording(pool)
         del graph
         self._api.empty_cache()
@@ -442,8 +459,9 @@ class Step:
             shape.release()
             saved.put_back_gradients()
             shape.refused = True
-            if not self._replaced and not any(one.graph for one in self._shapes.values()):
-                self._pool = None  # torch has let go of it
+            # After a capture that failed, torch (2.11, for one) takes no other into its pool, and page-locked
+            # memory goes on being recorded to it. The graphs that are in it keep it.
+            self._pool, self._replaced = None, []
             if self._usual is not None and shape is self._shapes[self._usual]:
                 self.why = why or "another rank could not capture it"
                 self.release()
@@ -494,6 +512,18 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 def _devices(batch: Any) -> set[torch.device]:
     return {tensor.device for tensor in tensors_of(batch)}
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Run no finalizer of garbage: one that asks an event (a transfer's, say) would interrupt the capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

@@ -827,9 +827,16 @@ def test_no_more_than_a_few_shapes_are_captured(sink_on: Make) -> None:
 
 
 def test_a_shorter_batch_that_cannot_be_captured_is_eager_and_others_are_replayed(sink_on: Make) -> None:
+    """And a later capture is not in the same memory: torch takes none there after one that has failed."""
+
     class Full(FakeGraphs):
+        failed: Any = None
+
         def capture(self, fn: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
+            if pool is self.failed:
+                raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
             self._error = torch.OutOfMemoryError("the card is full") if self.captures == 1 else None
+            self.failed = pool if self._error is not None else self.failed
             return super().capture(fn, pool)
 
     data = batches(*[BATCH] * 4, 2)
@@ -841,6 +848,13 @@ def test_a_shorter_batch_that_cannot_be_captured_is_eager_and_others_are_replaye
     seed_everything(5)
     assert sink().tolist() == expected
     assert (graphs.captures, graphs.alive, graphs.replays, sink.why) == (2, 1, 32 - WARM_UP, None)
+    for one in (reference, training):
+        one.optimizer.param_groups[0]["lr"] = 0.01
+    seed_everything(6)
+    expected = plain(reference, data, 40)
+    seed_everything(6)
+    assert sink().tolist() == expected
+    assert (graphs.captures, graphs.alive, graphs.pools, sink.why) == (3, 1, 2, None)
 
 
 # Resident samples

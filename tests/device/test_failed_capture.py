@@ -1,12 +1,14 @@
 """What a capture that fails leaves of torch's allocator and generator, with a fake of both.
 
-The fake is made after torch's sources (CUDAGraph.cpp, CUDACachingAllocator.cpp): ``capture_end`` raises where
-the stream's capture was interrupted, before it has told the generator and, up to torch 2.12, the allocator.
+The fake is made after torch's sources (CUDAGraph.cpp, CUDACachingAllocator.cpp, CachingHostAllocator.h):
+``capture_end`` raises where the stream's capture was interrupted, before it has told the generator and, up to
+torch 2.12, the allocator. That of page-locked memory is told only by an end in order (torch 2.11).
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -33,6 +35,8 @@ class Cuda:
         in_capture: whether the generator is in capture mode.
         interrupted: whether the stream's capture is.
         pending: whether the next launch reports an error of before.
+        full: how many of the next captures find the device's memory full.
+        locked: pools to which the allocator of page-locked memory gives what is allocated.
 
     Args:
         ends: whether the end of an interrupted capture tells the allocator.
@@ -44,6 +48,8 @@ class Cuda:
         self.users: dict[int, int] = {}
         self.in_capture = self.interrupted = self.pending = False
         self.mode = 0
+        self.full = 0
+        self.locked: list[int] = []
         self.ends = ends
         self.releases = releases
         self._pools = 0
@@ -126,9 +132,16 @@ class Graph:
         cuda = self._cuda
         assert not cuda.recording, "another capture is under way"
         assert capture_error_mode == "thread_local"
+        if cuda.full:
+            cuda.full -= 1
+            raise torch.OutOfMemoryError("no room for the generator's state")
         self._pool = cuda.graph_pool_handle() if pool is None else pool
+        assert cuda.users.get(self._pool) != 0, "use_count > 0 INTERNAL ASSERT FAILED"
         cuda.users[self._pool] = cuda.users.get(self._pool, 0) + 1
         cuda.recording.append(self._pool)
+        if self._pool in cuda.locked:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        cuda.locked.append(self._pool)
         cuda.in_capture = True
 
     def capture_end(self) -> None:
@@ -139,6 +152,7 @@ class Graph:
                 cuda._cuda_endAllocateToPool(0, self._pool)
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
         cuda._cuda_endAllocateToPool(0, self._pool)
+        cuda.locked.remove(self._pool)
         cuda.in_capture = False
         self._ended = True
 
@@ -191,6 +205,47 @@ def test_a_failed_capture_leaves_nothing_behind(
     assert (out, list(cuda.users.values()).count(1)) == (5, 1)
     del replay
     assert not any(cuda.users.values())
+
+
+@pytest.mark.parametrize("releases", [False, True])
+def test_a_graph_keeps_its_pool_when_the_next_capture_cannot_begin(releases: bool) -> None:
+    """As the device's memory is full, or as torch takes no capture into the pool of one that has failed."""
+    cuda = Cuda(releases, releases)
+    graphs = graphs_of(cuda)
+    pool = graphs.pool()
+    replay, _ = graphs.capture(lambda: 5, pool)
+    cuda.full = 1
+    with pytest.raises(torch.OutOfMemoryError):
+        graphs.capture(lambda: 5, pool)
+    assert cuda.users[pool] == 1, "memory of a graph that is replayed was given away"
+    for message in ("not permitted", "already recording"):
+        with pytest.raises(RuntimeError, match=message):
+            graphs.capture(cuda.wait, pool)
+        assert (cuda.users[pool], cuda.recording) == (1, [])
+    del replay
+    assert not any(cuda.users.values())
+
+
+def test_finalizers_of_garbage_do_not_interrupt_a_capture() -> None:
+    cuda = Cuda()
+
+    class Asks:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            if cuda.recording:
+                cuda.interrupted = True
+
+    def step() -> int:
+        for _ in range(3 * gc.get_threshold()[0]):
+            Asks()
+        return 5
+
+    replay, out = capture(cuda, step)
+    assert (out, gc.isenabled()) == (5, True)
+    del replay
+    gc.collect()
 
 
 def test_the_allocator_of_older_versions() -> None:
