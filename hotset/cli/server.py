@@ -24,6 +24,7 @@ from hotset.server.pidfile import (
     ending,
     find,
     is_claimed,
+    log_path,
     open_log,
     read_token,
     running,
@@ -80,12 +81,13 @@ def start(options: Options) -> Place:
         deadline = time.monotonic() + _START_SECONDS
         while (place := _answering(options.port, process.pid)) is None:
             if process.poll() is not None:
-                raise ServerError(f"The server did not start. The last line of its log: {_last(log, begin)}")
+                last = _last(log, begin, options.port)
+                raise ServerError(f"The server did not start. The last line of its log: {last}")
             if time.monotonic() > deadline:
                 process.terminate()
                 raise ServerError(
                     f"The server has not answered for {_START_SECONDS:.0f} s and was terminated. "
-                    f"The last line of its log: {_last(log, begin)}"
+                    f"The last line of its log: {_last(log, begin, options.port)}"
                 )
             time.sleep(_PAUSE)
     finally:
@@ -144,8 +146,10 @@ def _answering(port: int, pid: int) -> Place | None:
     return None
 
 
-def _last(log: int, begin: int) -> str:
+def _last(log: int, begin: int, port: int) -> str:
     """The last line that was written since ``begin``; an older one would be another start's."""
     lines = os.pread(log, 1 << 16, max(begin, os.fstat(log).st_size - (1 << 16))).decode("utf-8", "replace")
     written = [line for line in lines.splitlines() if line.strip()]
-    return written[-1].strip() if written else "there is none."
+    if written:
+        return written[-1].strip()
+    return f"there is none; is there room for {log_path(port)}?"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -188,3 +189,11 @@ def test_the_daemon_imports_no_torch(server: Server) -> None:
     mapped = Path(f"/proc/{server.pid}/maps").read_text()
     assert "numpy" in mapped
     assert "torch" not in mapped
+
+
+def test_a_server_that_has_no_room_for_its_log_says_where_room_is_needed(tmp_path: Path) -> None:
+    environment, port = environment_in(tmp_path), free_port()
+    start = f"ulimit -f 0; exec {shlex.quote(sys.executable)} -m hotset start --port {port}"
+    done = subprocess.run(["sh", "-c", start], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert re.search(rf"is there room for .*server-{port}\.log\?$", done.stderr.strip())
