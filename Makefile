@@ -65,7 +65,7 @@ stress: $(VENV)/.installed
 
 # On a machine with a GPU: the checks, and the table of figures. Without one it is skipped, and says so.
 gpu: $(VENV)/.installed
-	$(BIN)/python -m pytest -q -s tests/gpu
+	$(BIN)/python -m tests.gpu
 
 # Files that try something often, and more often here than in `make test`; then what is marked `chaos`, among it
 # variants of tests that `make test` has; then ten minutes of deaths.

@@ -4,8 +4,8 @@ A pass begins when its first batch is wanted, not when the last batch of the pas
 model's draws of that step come before the sampler's. A sampler that divides or shuffles by epoch
 (``set_epoch``) gets the number of each new pass here, as the user's loop does not see where passes begin.
 
-Where all samples are resident on the device, the cycle gives rows instead of batches, all that a call wants
-at once: one upload for many steps.
+Where all samples are resident on the device, the cycle gives rows instead of batches, those of many steps at
+once: one upload for all of them. Not those of a whole call: the device would idle until the host has them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from hotset.device.queue import DeviceQueue, QueuePass
 from hotset.errors import ArgumentError, StateError
 
 __all__ = ["BatchCycle", "StepInput"]
+
+_UPLOADED_AT_ONCE = 64  # rows of so many steps, which the host finds in one or two milliseconds
 
 
 class StepInput(NamedTuple):
@@ -123,7 +125,8 @@ class BatchCycle:
         return True
 
     def _fetch_rows(self, resident: ResidentBatches, wanted: int) -> None:
-        """Rows for all that a call wants of this pass, in one upload."""
+        """Rows for what a call wants next of this pass, in one upload."""
+        wanted = min(wanted, _UPLOADED_AT_ONCE)
         found: list[tuple[Any, Any]] = []
         rest: list[tuple[StepInput, Any]] = []
         loader = self.queue.loader

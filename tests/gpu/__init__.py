@@ -2,18 +2,21 @@
 
 ::
 
-    python -m pytest tests/gpu                      all of it, and the table
-    python -m tests.gpu                             the same without pytest
-    python -m tests.gpu.figures --out figures.json  the figures alone
+    python -m tests.gpu --only the_machine           whether the machine is as all needs it: half a minute
+    python -m tests.gpu --seconds 540 --out all.json all of it, and the table; what comes first matters most
+    python -m tests.gpu --only figures/              a part of it; --list prints the names
+    python -m pytest tests/gpu                       the checks alone, in one process
 
 None of this has run on a GPU so far: what the checks say there of hotset, and of themselves, is to be seen.
 
-The last two need torch and numpy alone, with this checkout as the working folder. Without a GPU the first one
-is one line that says so; ``python -m tests.gpu.figures --device cpu --tiny`` tries the code of the figures.
+All but the last need torch and numpy alone, with this checkout as the working folder. Without a GPU the first
+ones are a line that says so; ``python -m tests.gpu --device cpu --tiny`` tries their code.
 
 =============  ============================================================================================
 networks.py    LeNet-5, ResNet-50, a wide network; their training steps
 checks.py      what must be equal: functions that raise AssertionError
 figures.py     what is asked for in figures, each the median of pairs in one run
+scan.py        LeNet-5 in JAX, for one of them
+runner.py      runs each in a process that may be lost, and writes what is known after each
 =============  ============================================================================================
 """

@@ -29,6 +29,7 @@ from hotset.run.doctor.observed import read
 from hotset.run.doctor.watch import Watch
 from hotset.run.environment import WatchOptions
 
+from .figures import kernels_of
 from .networks import grey, lenet, sgd, training_step
 
 BATCH, PASS, STEPS = 32, 7, 100
@@ -68,6 +69,11 @@ class Training:
         torch.manual_seed(7)
         self.network = lenet(dropout).to(device)
         self.optimizer = OPTIMIZERS[optimizer](self.network)
+        # As a sink has it: Adam's corrections, computed on the host, have other last bits.
+        for group in self.optimizer.param_groups:
+            if group.get("capturable") is False and device != "cpu":
+                group["capturable"] = True
+        self.optimizer._warned_capturable_if_run_uncaptured = True
         self.step = training_step(self.network, self.optimizer, grey, autocast)
 
 
@@ -109,6 +115,32 @@ def plain(training: Training, loader: Any, device: str) -> list[float]:
                 return found
 
 
+# The machine
+
+
+def the_machine_captures_and_profiles(device: str) -> None:
+    """What all else here stands on, in a few seconds: a graph by hand, a sink, the profiler."""
+    shared = os.statvfs("/dev/shm")
+    print(f"/dev/shm has {shared.f_bavail * shared.f_frsize >> 20} MiB", flush=True)
+    if device != "cpu":
+        free, whole = torch.cuda.mem_get_info(device)
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        print(
+            f"{free >> 20} of {whole >> 20} MiB are free, cuDNN {torch.backends.cudnn.version()}, NCCL {nccl}"
+        )
+        graph, total = torch.cuda.CUDAGraph(), torch.zeros((), device=device)
+        total.add_(1)  # a kernel's first launch loads it
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            total.add_(1)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            graph.replay()
+            torch.cuda.synchronize()
+        assert total.item() == 2
+        assert kernels_of(profiler), "the profiler saw no kernel"
+    with hotset.cache(digits(), memory="16MiB") as cached:
+        losses_of(Training(device), loader_of(cached, pin_memory=device != "cpu"), device, 10, True)
+
+
 # Data
 
 
@@ -146,6 +178,9 @@ def _sends_while_copies_are_to_come(device: str, cycles: int) -> bool:
     transfer = StreamTransfer(torch.device(device))
     over = torch.cuda.Event()
     with torch.cuda.stream(transfer._stream):
+        del [torch.empty(32 << 20, dtype=torch.uint8, device=device) for _ in range(8)][
+            :
+        ]  # to allocate may wait
         torch.cuda._sleep(cycles)
         over.record()
     sent = [transfer.send(batch) for batch in recycled]
@@ -192,13 +227,7 @@ def losses_are_those_of_a_plain_loop(device: str) -> None:
             for size in (1, 7, 100):
                 assert losses_of(Training(device, name), loader_of(cached), device, size, False)[0] == eager
                 captured.append(losses_of(Training(device, name), loader_of(cached), device, size, True)[0])
-            assert captured[0] == captured[1] == captured[2], name
-            if name == "sgd":
-                assert captured[0] == eager
-            else:  # a capturable Adam computes its corrections on the device, in another order
-                torch.testing.assert_close(
-                    torch.tensor(captured[0]), torch.tensor(eager), rtol=1e-3, atol=1e-4
-                )
+            assert captured[0] == captured[1] == captured[2] == eager, name
 
 
 def schedules_are_followed(device: str) -> None:
@@ -285,9 +314,9 @@ def _falls_back(device: str, make: Callable[[Training], Any], sentence: str) -> 
             assert (sink.steps, len(found)) == (30, 30)
         return found
 
-    expected = run(False)
-    with warnings.catch_warnings(record=True) as said:
+    with _deterministic(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
+        expected = run(False)
         found = run("auto")
     _close(found, expected, 1e-4)
     if device != "cpu":
@@ -580,6 +609,9 @@ def a_wait_for_the_device_is_named(device: str) -> None:
 
 # Failed captures
 
+# The error of CUDA's that a capture ends with; a wait that the rehearsal has seen has no such sentence.
+_INTERRUPTED = "CUDA error: operation not permitted when stream is capturing"
+
 
 def _interrupted(training: Training) -> Any:
     """A step that cannot be captured, for a reason that shows in its capture alone."""
@@ -594,6 +626,9 @@ def _interrupted(training: Training) -> Any:
     return waiting
 
 
+_SLACK = 4 << 20  # two segments of the allocator's: how far the host runs ahead varies
+
+
 def _reserved(device: str) -> int:
     """Bytes of the device's memory that torch keeps, when it has given back all that it can."""
     gc.collect()
@@ -604,7 +639,7 @@ def _reserved(device: str) -> int:
 
 def a_failed_capture_leaves_torch_as_it_was(device: str) -> None:
     """Memory is used again and given back, dropout draws, and another step can be captured."""
-    _falls_back(device, _interrupted, "the step cannot be one graph")
+    _falls_back(device, _interrupted, _INTERRUPTED)
     if device == "cpu":
         return
     torch.cuda.empty_cache()  # an error of the allocator's own if it is still capturing
@@ -615,9 +650,9 @@ def a_failed_capture_leaves_torch_as_it_was(device: str) -> None:
     assert reserved[-1] == reserved[1], "memory is not used again"
     kept = []
     for _ in range(3):
-        _falls_back(device, _interrupted, "the step cannot be one graph")
+        _falls_back(device, _interrupted, _INTERRUPTED)
         kept.append(_reserved(device))
-    assert kept[2] == kept[1], "the memory of a failed capture is not given back"
+    assert kept[2] <= kept[0] + _SLACK, "the memory of a failed capture is not given back"
     losses_of(Training(device, dropout=0.5), loader_of(digits()), device, 20, True)
 
 
@@ -630,7 +665,7 @@ def a_failed_capture_leaves_other_graphs_their_draws(device: str) -> None:
             if failing:
                 draws = torch.get_rng_state()
                 there = torch.cuda.get_rng_state() if device != "cpu" else None
-                _falls_back(device, _interrupted, "the step cannot be one graph")
+                _falls_back(device, _interrupted, _INTERRUPTED)
                 torch.set_rng_state(draws)
                 if there is not None:
                     torch.cuda.set_rng_state(there)
@@ -653,35 +688,45 @@ def slow_steps_hold_a_few_batches(device: str) -> None:
     batches = [torch.empty(size, dtype=torch.uint8, pin_memory=device != "cpu")] * 40
     if device == "cpu":
         return
+    torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
+    # Not what is allocated: a batch that was dropped is not, and its memory is held until its step has ended.
+    before = torch.cuda.memory_stats(device)["active_bytes.all.current"]
     with hotset.DeviceQueue(batches, depth, device) as queue:
         for batch in queue:
             _slow(device)
             batch.add_(1)
             del batch
-    held = (torch.cuda.max_memory_allocated(device) - before) / size
+    held = (torch.cuda.memory_stats(device)["active_bytes.all.peak"] - before) / size
     assert held <= 2 * depth + 5, f"{held:.0f} batches were on the device at once"
 
 
 def memory_does_not_grow(device: str) -> None:
     """Over five hundred steps, and over fifty evaluations, each with a queue of its own."""
+
+    def reserved() -> int:
+        if device == "cpu":
+            return 0
+        torch.cuda.synchronize()
+        return torch.cuda.memory_reserved(device)
+
     training = _normed(device)
     with hotset.data_sink(training.step, loader_of(digits()), 100, device=device) as sink:
         sink()
-        reserved = [torch.cuda.memory_reserved(device)] if device != "cpu" else [0]
+        found = []
         for _ in range(4):
             sink()
-            reserved.append(torch.cuda.memory_reserved(device) if device != "cpu" else 0)
-        assert reserved[-1] == reserved[1], reserved
+            found.append(reserved())
+        assert found[-1] <= found[0] + _SLACK, found  # a batch a step would be ten megabytes
+        found = []
         for number in range(50):
             with torch.no_grad(), hotset.DeviceQueue(loader_of(digits(100)), device=device) as queue:
                 for images, _ in queue:
                     training.network(grey(images))
             if number in (5, 49):
-                reserved.append(torch.cuda.memory_reserved(device) if device != "cpu" else 0)
-        assert reserved[-1] == reserved[-2], reserved
+                found.append(reserved())
+        assert found[-1] <= found[0] + _SLACK, found
 
 
 def a_closed_sink_gives_its_memory_back(device: str) -> None:
@@ -695,7 +740,7 @@ def a_closed_sink_gives_its_memory_back(device: str) -> None:
             assert sink.captured
         training.optimizer.zero_grad()
         found.append(_reserved(device))
-    assert found[2] == found[1] <= found[0], found
+    assert found[2] <= found[0] + _SLACK, found
 
 
 # hotset doctor
@@ -812,22 +857,24 @@ def samples_for_which_there_is_no_room_come_from_the_cache(device: str) -> None:
         assert queue.stats().resident == 0
         queue.close()
     del taken
+    torch.cuda.empty_cache()
     assert any("no samples are kept" in str(one.message) for one in said)
 
 
+# In the order in which they are run: what matters most comes first, and what takes long last.
 CHECKS: list[Callable[[str], None]] = [
-    blocks_are_held_until_their_copies_have_ended,
-    queues_give_what_the_loader_gives,
+    the_machine_captures_and_profiles,
     losses_are_those_of_a_plain_loop,
-    schedules_are_followed,
-    a_learning_rate_in_a_tensor_costs_no_capture,
     dropout_draws_as_in_single_steps,
     bfloat16_is_captured,
+    blocks_are_held_until_their_copies_have_ended,
+    queues_give_what_the_loader_gives,
+    schedules_are_followed,
+    a_learning_rate_in_a_tensor_costs_no_capture,
     resident_samples_train_alike,
     a_step_that_asks_the_device_is_eager,
     a_failed_capture_leaves_no_gradients_behind,
     a_step_that_draws_on_the_host_is_eager,
-    a_step_compiled_into_graphs_of_its_own_is_eager,
     a_scheduler_inside_the_step_is_eager,
     loaded_states_are_captured_anew,
     batch_norm_and_clipping_are_captured,
@@ -851,4 +898,7 @@ CHECKS: list[Callable[[str], None]] = [
     one_rank_of_distributed_data_parallel_is_captured,
     samples_that_are_resident_in_part_train_alike,
     samples_for_which_there_is_no_room_come_from_the_cache,
+    a_step_compiled_into_graphs_of_its_own_is_eager,
 ]
+# Seconds, for those that may take more than a minute.
+LIMITS: dict[str, float] = {a_step_compiled_into_graphs_of_its_own_is_eager.__name__: 240.0}

@@ -6,6 +6,7 @@ launch-bound           LeNet-5, batch 32: steps/s of the sink, resident, over th
                        long the kernels themselves take
 by hand                the same sink over one graph of the same step, gathering included,    at least 0.95
                        captured and replayed by hand
+against a scan         the same sink over JAX's scan of as many of the same steps            at least 0.9
 fed from the cache     ResNet-50, batch 256, bfloat16, channels last: steps/s from the       at least 0.99
                        cache over those on one batch that never leaves the device
 not launch-bound       a network of large products: the sink over an eager loop with a       at least 0.99
@@ -14,25 +15,24 @@ idle                   the part of the time in which no kernel runs, ResNet-50 f
                        cache, of a profiler's trace: gaps within steps count as well
 copies                 bytes/s of a queue over page-locked batches, over those of copies     at least 0.9
                        of one page-locked block
-gathered               bytes/s of batches of resident samples of 150 KB, over those of a     at least 0.8
-                       copy within the device's memory
+gathered               bytes/s of batches of 2048 resident samples of 150 KB, over those     at least 0.8
+                       of a copy within the device's memory
 frozen encoder         samples/s of an epoch over cached features of a vision transformer    above 1
                        of size B, over those of computing them anew
 =====================  ====================================================================  ==============
+
+Each function gives its figures one by one, so that those before an error are told.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import importlib.util
 import os
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -62,12 +62,31 @@ class Scale(NamedTuple):
     workers: tuple[int, ...]
     row: int
     rows: int
+    gathers: tuple[int, int]  # batches, and rows of each
     encoder: dict[str, Any]
     pictures: int
 
 
 FULL = Scale(
-    5, 60_000, 1000, {}, 224, 256, 10, 20, 8192, 4096, 50, 64 << 20, 40, (0, 4, 8), 150_000, 8192, {}, 2048
+    5,
+    60_000,
+    1000,
+    {},
+    224,
+    256,
+    10,
+    20,
+    8192,
+    4096,
+    50,
+    64 << 20,
+    40,
+    (0, 4, 8),
+    150_000,
+    8192,
+    (256, 2048),
+    {},
+    2048,
 )
 TINY = Scale(
     2,
@@ -86,6 +105,7 @@ TINY = Scale(
     (0, 2),
     64,
     512,
+    (4, 32),
     {"width": 16, "layers": 1, "heads": 2},
     64,
 )
@@ -178,14 +198,35 @@ class _Digits(torch.utils.data.Dataset[Any]):
         return self.images[index], self.labels[index]
 
 
-def launch_bound(device: str, scale: Scale) -> list[Figure]:
+def _lenet_step(device: str) -> Callable[..., Any]:
+    torch.manual_seed(7)
+    network = lenet().to(device)
+    return training_step(network, sgd(network), grey)
+
+
+@contextmanager
+def _lenet_sink(device: str, scale: Scale, dataset: Any) -> Iterator[Any]:
+    """LeNet-5 sunk, over samples that are resident."""
+    with hotset.cache(dataset, memory="1GiB") as cached:
+        loader = hotset.DataLoader(cached, batch_size=32, shuffle=True)
+        for _ in loader:
+            pass
+        queue = hotset.DeviceQueue(loader, device=device, resident="1GiB")
+        with hotset.data_sink(_lenet_step(device), queue, scale.lenet_steps) as sink:
+            yield sink
+
+
+def _figure(
+    name: str, asked: str, found: tuple[list[float], float, float], amount: float, unit: str, note: str = ""
+) -> Figure:
+    """One of ratios: what is done ``amount`` times, and how often in a second."""
+    ratios, ours, theirs = found
+    said = f"{amount / ours:,.0f} {unit} against {amount / theirs:,.0f}{note}"
+    return Figure(name, asked, statistics.median(ratios), ratios, said)
+
+
+def launch_bound(device: str, scale: Scale) -> Iterator[Figure]:
     dataset, steps = _Digits(scale.lenet_samples), scale.lenet_steps
-
-    def training() -> Callable[..., Any]:
-        torch.manual_seed(7)
-        network = lenet().to(device)
-        return training_step(network, sgd(network), grey)
-
     loops = {}
     for workers in scale.workers:
         loader = DataLoader(
@@ -196,28 +237,35 @@ def launch_bound(device: str, scale: Scale) -> list[Figure]:
             pin_memory=device != "cpu",
             persistent_workers=workers > 0,
         )
-        loops[workers] = _Endless(training(), loader, device)
+        loops[workers] = _Endless(_lenet_step(device), loader, device)
     for loop in loops.values():
         loop(10)
     took = {workers: _seconds(device, lambda loop=loop: loop(steps)) for workers, loop in loops.items()}
     best = min(took, key=lambda workers: took[workers])
-    with hotset.cache(dataset, memory="1GiB") as cached:
-        loader = hotset.DataLoader(cached, batch_size=32, shuffle=True)
-        for _ in loader:
-            pass
-        queue = hotset.DeviceQueue(loader, device=device, resident="1GiB")
-        with hotset.data_sink(training(), queue, steps) as sink:
-            ratios, ours, theirs = _ratios(device, scale.pairs, sink, lambda: loops[best](steps))
-            why = f"; {sink.why}" if sink.why else ""
-            note = f"{steps / ours:,.0f} steps/s against {steps / theirs:,.0f} with {best} workers{why}"
-            if device != "cpu":
-                note += (
-                    f"; kernels take {1e6 * _kernel_time(sink) / steps:.0f} of {1e6 * ours / steps:.0f} us"
-                )
-            eager = Figure(
-                "launch-bound: LeNet-5, sink / eager", ">= 3", statistics.median(ratios), ratios, note
-            )
-            return [eager, _against_by_hand(device, scale, dataset, training(), sink)]
+    with _lenet_sink(device, scale, dataset) as sink:
+        found = _ratios(device, scale.pairs, sink, lambda: loops[best](steps))
+        note = f" with {best} workers" + (f"; {sink.why}" if sink.why else "")
+        yield _figure("launch-bound: LeNet-5, sink / eager", ">= 3", found, steps, "steps/s", note)
+        loops.clear()
+        yield _against_by_hand(device, scale, dataset, sink)
+        if device != "cpu":
+            kernels, whole = _kernel_time(sink), _seconds(device, sink)
+            note = f"{1e6 * kernels / steps:.0f} of {1e6 * whole / steps:.0f} us a step"
+            yield Figure("the kernels' own part of a sunk step", ">= 0", kernels / whole, [], note)
+
+
+def against_scan(device: str, scale: Scale) -> Iterator[Figure]:
+    name = "against a scan: LeNet-5, sink / JAX's scan"
+    if importlib.util.find_spec("jax") is None:
+        yield Figure(name, ">= 0.9", None, [], "JAX is not installed")
+        return
+    from .scan import lenet_scan
+
+    dataset = _Digits(scale.lenet_samples)
+    theirs = lenet_scan(dataset.images.numpy(), dataset.labels.numpy(), scale.lenet_steps)
+    with _lenet_sink(device, scale, dataset) as sink:
+        found = _ratios(device, scale.pairs, sink, theirs)
+    yield _figure(name, ">= 0.9", found, scale.lenet_steps, "steps/s")
 
 
 def _kernel_time(run: Callable[[], object]) -> float:
@@ -225,17 +273,18 @@ def _kernel_time(run: Callable[[], object]) -> float:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
-    kernels = _kernels(profiler)
+    kernels = kernels_of(profiler)
     span = max(end for _, end in kernels) - min(begin for begin, _ in kernels)
     return span * (1 - _idle_part(kernels)) / 1e6
 
 
-def _against_by_hand(device: str, scale: Scale, dataset: _Digits, step: Any, sink: Any) -> Figure:
+def _against_by_hand(device: str, scale: Scale, dataset: _Digits, sink: Any) -> Figure:
     name = "by hand: LeNet-5, sink / hand-written graph"
     if device == "cpu":
         return Figure(name, ">= 0.95", None, [], "there are no graphs on a CPU")
     images, labels = dataset.images.to(device), dataset.labels.to(device)
     rows = torch.zeros(32, dtype=torch.int64, device=device)
+    step = _lenet_step(device)
 
     def gathered() -> Any:
         return step(images.index_select(0, rows), labels.index_select(0, rows))
@@ -247,7 +296,7 @@ def _against_by_hand(device: str, scale: Scale, dataset: _Digits, step: Any, sin
             gathered()
     torch.cuda.current_stream(device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # loaders' threads pin memory meanwhile
         gathered()
 
     def by_hand() -> None:
@@ -256,10 +305,7 @@ def _against_by_hand(device: str, scale: Scale, dataset: _Digits, step: Any, sin
             rows.copy_(some, non_blocking=True)
             graph.replay()
 
-    ratios, ours, theirs = _ratios(device, scale.pairs, sink, by_hand)
-    steps = scale.lenet_steps
-    note = f"{steps / ours:,.0f} steps/s against {steps / theirs:,.0f}"
-    return Figure(name, ">= 0.95", statistics.median(ratios), ratios, note)
+    return _figure(name, ">= 0.95", _ratios(device, scale.pairs, sink, by_hand), scale.lenet_steps, "steps/s")
 
 
 def _photos(scale: Scale) -> TensorDataset:
@@ -279,7 +325,7 @@ def _resnet_step(device: str, scale: Scale) -> Callable[..., Any]:
     return training_step(network, sgd(network), colour, torch.bfloat16)
 
 
-def fed_from_the_cache(device: str, scale: Scale) -> list[Figure]:
+def fed_from_the_cache(device: str, scale: Scale) -> Iterator[Figure]:
     """Both that need ResNet-50 and its cache: the speed, and the idle time."""
     with ExitStack() as held:
         cached = held.enter_context(hotset.cache(_photos(scale), memory="2GiB"))
@@ -294,19 +340,16 @@ def fed_from_the_cache(device: str, scale: Scale) -> list[Figure]:
                 _resnet_step(device, scale), hotset.DeviceQueue([one], depth=0, device=device), steps
             )
         )
-        ratios, ours, theirs = _ratios(device, scale.pairs, fed, synthetic)
-        images = steps * scale.batch
-        note = f"{images / ours:,.0f} images/s against {images / theirs:,.0f} on one batch" + (
-            f"; {fed.why}" if fed.why else ""
-        )
-        speed = Figure(
+        found = _ratios(device, scale.pairs, fed, synthetic)
+        yield _figure(
             "fed from the cache: ResNet-50, cache / synthetic",
             ">= 0.99",
-            statistics.median(ratios),
-            ratios,
-            note,
+            found,
+            steps * scale.batch,
+            "images/s",
+            " on one batch" + (f"; {fed.why}" if fed.why else ""),
         )
-        return [speed, _idle(device, fed, scale.pairs)]
+        yield _idle(device, fed, scale.pairs)
 
 
 def _idle(device: str, sink: Any, pairs: int) -> Figure:
@@ -319,16 +362,18 @@ def _idle(device: str, sink: Any, pairs: int) -> Figure:
         with torch.profiler.profile(activities=activities) as profiler:
             sink()
             torch.cuda.synchronize()
-        found.append(_idle_part(_kernels(profiler)))
+        found.append(_idle_part(kernels_of(profiler)))
     return Figure(name, "< 0.01", statistics.median(found), found, "of the time from first kernel to last")
 
 
-def _kernels(profiler: Any) -> list[tuple[float, float]]:
+def kernels_of(profiler: Any) -> list[tuple[float, float]]:
     """Begin and end of whatever ran on the device, but for copies from the host."""
     return [
         (event.time_range.start, event.time_range.end)
         for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA and "HtoD" not in event.name
+        if event.device_type == torch.autograd.DeviceType.CUDA
+        and "HtoD" not in event.name
+        and not event.is_user_annotation  # an optimizer's step, say, from its first kernel to its last
     ]
 
 
@@ -349,7 +394,7 @@ def _idle_part(intervals: list[tuple[float, float]]) -> float:
     return 1 - busy / (reached - ordered[0][0])
 
 
-def not_launch_bound(device: str, scale: Scale) -> Figure:
+def not_launch_bound(device: str, scale: Scale) -> Iterator[Figure]:
     made = torch.Generator().manual_seed(1)
     count = scale.wide_batch * 8
     images = torch.randint(0, 256, (count, scale.width), dtype=torch.uint8, generator=made)
@@ -377,13 +422,14 @@ def not_launch_bound(device: str, scale: Scale) -> Figure:
         with hotset.data_sink(training(), ours_loader, scale.wide_steps, device=device) as sink:
             ratios, ours, theirs = _ratios(device, scale.pairs, sink, lambda: eager(scale.wide_steps))
     note = f"{1e3 * ours / scale.wide_steps:.2f} ms a step against {1e3 * theirs / scale.wide_steps:.2f}"
-    return Figure("not launch-bound: sink / eager", ">= 0.99", statistics.median(ratios), ratios, note)
+    yield Figure("not launch-bound: sink / eager", ">= 0.99", statistics.median(ratios), ratios, note)
 
 
-def copies(device: str, scale: Scale) -> Figure:
+def copies(device: str, scale: Scale) -> Iterator[Figure]:
     name = "copies: queue / page-locked bandwidth"
     if device == "cpu":
-        return Figure(name, ">= 0.9", None, [], "nothing is copied to a CPU")
+        yield Figure(name, ">= 0.9", None, [], "nothing is copied to a CPU")
+        return
     blocks = [torch.empty(scale.block, dtype=torch.uint8, pin_memory=True).fill_(n) for n in range(4)]
     target = torch.empty(scale.block, dtype=torch.uint8, device=device)
     batches = [blocks[number % len(blocks)] for number in range(scale.blocks)]
@@ -402,22 +448,24 @@ def copies(device: str, scale: Scale) -> Figure:
     queue.close()
     size = scale.block * scale.blocks / 1e9
     note = f"{size / ours:.1f} GB/s against {size / theirs:.1f}"
-    return Figure(name, ">= 0.9", statistics.median(ratios), ratios, note)
+    yield Figure(name, ">= 0.9", statistics.median(ratios), ratios, note)
 
 
-def gathered(device: str, scale: Scale) -> Figure:
+def gathered(device: str, scale: Scale) -> Iterator[Figure]:
     name = "gathered: resident rows / copy on the device"
-    if device == "cpu":
-        return Figure(name, ">= 0.8", None, [], "nothing is resident twice on a CPU")
-    count, size = 256, scale.row
-    data = TensorDataset(torch.zeros(scale.rows, size, dtype=torch.uint8))
+    size, (batches, count) = scale.row, scale.gathers
+    made = torch.Generator().manual_seed(1)
+    # Not zeros, which some devices move faster.
+    some = torch.randint(0, 256, (256, size), dtype=torch.uint8, generator=made)
+    data = TensorDataset(some.repeat(scale.rows // len(some), 1))
+    # Many batches a pass: what a pass begins with is not what is measured. Arrays, as lists take longer.
+    order = torch.randint(scale.rows, (batches, count), generator=made).numpy()
     with hotset.cache(data, memory="4GiB") as cached:
-        loader = hotset.DataLoader(cached, batch_size=count, shuffle=True, drop_last=True)
-        for _ in loader:
+        for _ in hotset.DataLoader(cached, batch_size=256):
             pass
+        loader = hotset.DataLoader(cached, batch_sampler=list(order))
         queue = hotset.DeviceQueue(loader, device=device, resident="4GiB")
-        source = torch.empty(count, size, dtype=torch.uint8, device=device)
-        batches = len(loader)
+        source = some.to(device).repeat(count // 32, 1)[:count].contiguous()
 
         def copied() -> None:
             for _ in range(batches):
@@ -432,10 +480,11 @@ def gathered(device: str, scale: Scale) -> Figure:
         queue.close()
     moved = 2e-9 * count * size * batches
     note = f"{moved / ours:,.0f} GB/s against {moved / theirs:,.0f}, {kept} samples resident"
-    return Figure(name, ">= 0.8", statistics.median(ratios), ratios, note)
+    median = statistics.median(ratios) if device != "cpu" else None  # nothing is resident twice there
+    yield Figure(name, ">= 0.8", median, ratios, note)
 
 
-def frozen_encoder(device: str, scale: Scale) -> Figure:
+def frozen_encoder(device: str, scale: Scale) -> Iterator[Figure]:
     torch.manual_seed(7)
     image = scale.image
     encoder = Encoder(image, **scale.encoder).to(device).eval().requires_grad_(False)
@@ -463,8 +512,20 @@ def frozen_encoder(device: str, scale: Scale) -> Figure:
 
         again()
         ratios, ours, theirs = _ratios(device, scale.pairs, again, anew)
-    note = f"{scale.pictures / ours:,.0f} samples/s against {scale.pictures / theirs:,.0f}"
-    return Figure("frozen encoder: cached / anew", ">= 1", statistics.median(ratios), ratios, note)
+    found = ratios, ours, theirs
+    yield _figure("frozen encoder: cached / anew", ">= 1", found, scale.pictures, "samples/s")
+
+
+# In the order in which they are measured; JAX last, which may not go well beside torch.
+FIGURES: list[Callable[[str, Scale], Iterator[Figure]]] = [
+    launch_bound,
+    fed_from_the_cache,
+    not_launch_bound,
+    copies,
+    gathered,
+    frozen_encoder,
+    against_scan,
+]
 
 
 # The report
@@ -487,55 +548,17 @@ def machine(device: str) -> dict[str, Any]:
     return found
 
 
-def measure(device: str, *, tiny: bool) -> dict[str, Any]:
-    """All figures, in plain values."""
-    scale = TINY if tiny else FULL
+def measure(figure: Callable[[str, Scale], Iterator[Figure]], device: str, tiny: bool) -> Iterator[Any]:
+    """What a function measures, in plain values."""
     torch.backends.cudnn.benchmark = True
-    figures = [*launch_bound(device, scale), not_launch_bound(device, scale)]
-    figures += [*fed_from_the_cache(device, scale), copies(device, scale), gathered(device, scale)]
-    figures.append(frozen_encoder(device, scale))
-    return {
-        "machine": machine(device),
-        "tiny": tiny,
-        "figures": [{**figure._asdict(), "met": figure.met} for figure in figures],
-    }
+    if device != "cpu":
+        torch.cuda.empty_cache()  # JAX takes its memory beside torch's
+    for one in figure(device, TINY if tiny else FULL):
+        yield {"kind": "figure", **one._asdict(), "met": one.met}
 
 
-def table(report: dict[str, Any]) -> str:
-    """The report in lines."""
-    lines = ["  ".join(f"{key}: {value}" for key, value in report["machine"].items())]
-    if report["tiny"]:
-        lines.append("tiny sizes, which try the code and measure nothing")
-    for one in report["figures"]:
-        value = "-" if one["value"] is None else f"{one['value']:.3f}"
-        verdict = {True: "met", False: "MISSED", None: "not measured"}[one["met"]]
-        lines.append(f"{one['name']:50} {value:>9}  asked {one['asked']:8} {verdict:13} {one['note']}")
-    return "\n".join(lines)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the code")
-    parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
-    return parser
-
-
-def report_on(options: argparse.Namespace) -> None:
-    """Measure, print, and write."""
-    report = measure(options.device, tiny=options.tiny)
-    print(table(report))
-    if options.out is not None:
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def main() -> int:
-    options = add_arguments(argparse.ArgumentParser(prog="python -m tests.gpu.figures")).parse_args()
-    if options.device != "cpu" and not torch.cuda.is_available():
-        print("there is no GPU here; --device cpu --tiny tries the code.", file=sys.stderr)
-        return 1
-    report_on(options)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def line(one: dict[str, Any]) -> str:
+    """A figure as a line of the table."""
+    value = "-" if one["value"] is None else f"{one['value']:.3f}"
+    verdict = {True: "met", False: "MISSED", None: "not measured"}[one["met"]]
+    return f"{one['name']:50} {value:>9}  asked {one['asked']:8} {verdict:13} {one['note']}"
