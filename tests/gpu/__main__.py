@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .checks import CHECKS, LIMITS
+from .checks import CHECKS, LAST, LIMITS
 from .figures import FIGURES, line, machine, measure
 from .runner import Item, Report, run
 
-_FIGURE_LIMIT = 150.0
+_LIMIT, _FIGURE_LIMIT = 30.0, 150.0  # seconds
 
 
 def _machine(device: str) -> Iterator[Any]:
@@ -23,15 +23,17 @@ def _machine(device: str) -> Iterator[Any]:
 
 
 def items_of(device: str, tiny: bool, only: list[str]) -> list[Item]:
-    """The machine; then all checks and figures whose names hold one of these words, the first check first."""
-    checks = [Item(f"checks/{one.__name__}", partial(one, device)) for one in CHECKS]
-    checks = [one._replace(limit=LIMITS.get(one.name.removeprefix("checks/"), one.limit)) for one in checks]
+    """The machine; then, of all checks and figures, those whose names hold one of these words."""
+
+    def checks(chosen: list[Callable[[str], None]]) -> list[Item]:
+        return [
+            Item(f"checks/{one.__name__}", partial(one, device), LIMITS.get(one, _LIMIT)) for one in chosen
+        ]
+
     figures = [
         Item(f"figures/{one.__name__}", partial(measure, one, device, tiny), _FIGURE_LIMIT) for one in FIGURES
     ]
-    found = [*checks, *figures]
-    # What may take minutes comes after the figures.
-    found.sort(key=lambda item: item.name.removeprefix("checks/") in LIMITS)
+    found = [*checks(CHECKS), *figures, *checks(LAST)]
     chosen = [item for item in found if not only or any(word in item.name for word in only)]
     return [Item("machine", partial(_machine, device)), *chosen]
 

@@ -465,7 +465,7 @@ def gathered(device: str, scale: Scale) -> Iterator[Figure]:
             pass
         loader = hotset.DataLoader(cached, batch_sampler=list(order))
         queue = hotset.DeviceQueue(loader, device=device, resident="4GiB")
-        source = some.to(device).repeat(count // 32, 1)[:count].contiguous()
+        source = some.to(device).repeat(-(-count // len(some)), 1)[:count].contiguous()
 
         def copied() -> None:
             for _ in range(batches):
