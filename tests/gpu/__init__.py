@@ -9,8 +9,9 @@
 
 None of this has run on a GPU so far: what the checks say there of hotset, and of themselves, is to be seen.
 
-All but the last need torch and numpy alone, with this checkout as the working folder. Without a GPU the first
-ones are a line that says so; ``python -m tests.gpu --device cpu --tiny`` tries their code.
+All but the last need torch and numpy alone, with this checkout as the working folder. (Where some package
+has installed a folder ``tests`` of its own: ``python -m gpu`` in ``tests/``, the checkout in ``PYTHONPATH``.)
+Without a GPU they are a line that says so; ``python -m tests.gpu --device cpu --tiny`` tries their code.
 
 =============  ============================================================================================
 networks.py    LeNet-5, ResNet-50, a wide network; their training steps

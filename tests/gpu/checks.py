@@ -401,6 +401,23 @@ def a_step_compiled_into_graphs_of_its_own_is_eager(device: str) -> None:
     _falls_back(device, make, "compiled into graphs of its own")
 
 
+def a_compiled_network_is_captured(device: str) -> None:
+    if device == "cpu":
+        return
+
+    def run(graph: Any) -> list[float]:
+        training = Training(device)
+        step = training_step(torch.compile(training.network), training.optimizer, grey)
+        loader = loader_of(digits(), drop_last=True)  # each shape is compiled
+        with hotset.data_sink(step, loader, 10, device=device, graph=graph, outputs="all") as sink:
+            found = [loss for _ in range(3) for loss in sink().tolist()]
+            assert graph is False or sink.captured, sink.why
+        return found
+
+    with _deterministic():
+        _close(run(True), run(False), 1e-4)
+
+
 def a_scheduler_inside_the_step_is_eager(device: str) -> None:
     def make(training: Training) -> Any:
         step = training.step
@@ -926,12 +943,16 @@ CHECKS: list[Callable[[str], None]] = [
     samples_that_are_resident_in_part_train_alike,
     samples_for_which_there_is_no_room_come_from_the_cache,
 ]
-# It compiles for a minute or two, so it is run after the figures.
-LAST: list[Callable[[str], None]] = [a_step_compiled_into_graphs_of_its_own_is_eager]
+# They compile for a minute or two, so they are run after the figures.
+LAST: list[Callable[[str], None]] = [
+    a_compiled_network_is_captured,
+    a_step_compiled_into_graphs_of_its_own_is_eager,
+]
 # Seconds, for those that may take more than half a minute.
 LIMITS: dict[Callable[[str], None], float] = {
     losses_are_those_of_a_plain_loop: 120.0,
     one_rank_of_distributed_data_parallel_is_captured: 60.0,
     samples_for_which_there_is_no_room_come_from_the_cache: 60.0,
+    a_compiled_network_is_captured: 180.0,
     a_step_compiled_into_graphs_of_its_own_is_eager: 240.0,
 }
