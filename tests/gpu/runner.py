@@ -125,11 +125,15 @@ class _Worker:
 
     def __exit__(self, *_: object) -> None:
         self._process.join(_ENDS)
-        # Those that it has started are of its group, and may outlive it.
+        self._kill()
+        self._process.join(_ENDS)  # not for ever: it may hang in the driver, where nothing can kill it
+        self._pipe.close()
+
+    def _kill(self) -> None:
+        """Kill it, and those that it has started, which are of its group and may outlive it."""
+        self._process.kill()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid or 0, signal.SIGKILL)
-        self._process.join()
-        self._pipe.close()
 
     def outcome(self, item: Item, report: Report, end: float) -> Outcome:
         """Wait for what comes of this item, which is the worker's next one."""
@@ -154,11 +158,11 @@ class _Worker:
             report.value(item.name, value)
 
     def _say_where(self) -> None:
-        """Have the worker print where its threads are; then kill it, as it may wait in the driver."""
+        """Have the worker print where its threads are; then kill it."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid or 0, signal.SIGUSR1)
             time.sleep(0.5)
-            os.killpg(self._process.pid or 0, signal.SIGKILL)
+        self._kill()
 
 
 def _work(items: list[Item], pipe: Any) -> None:
