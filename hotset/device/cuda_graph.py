@@ -169,13 +169,17 @@ class CudaGraphs:
             begun: whether the capture's beginning had succeeded; if not, the pool may not know of this graph.
         """
         self._clear_error()
-        begun = self._end_recording(pool) or begun
         try:
             graph.pool()  # raised unless the capture has ended in order: then the graph releases it
+            releases = True
         except RuntimeError:
-            if begun and not self._torch_releases_pools():
-                with contextlib.suppress(RuntimeError):
-                    self._core._cuda_releasePool(self._device.index, pool)
+            releases = False
+        with contextlib.suppress(RuntimeError):
+            graph.reset()  # first: newer builds of torch end what must not have been ended before (2.15)
+        begun = self._end_recording(pool) or begun
+        if begun and not releases and not self._torch_releases_pools():
+            with contextlib.suppress(RuntimeError):
+                self._core._cuda_releasePool(self._device.index, pool)
         with contextlib.suppress(RuntimeError), self.side():
             mended = self._api.CUDAGraph()
             mended.capture_begin(capture_error_mode="thread_local")
@@ -214,8 +218,8 @@ class CudaGraphs:
             finally:
                 graph.capture_end()
         self._clear_error()
+        graph.reset()
         self._end_recording(pool)
-        del graph
         self._api.empty_cache()
         try:
             self._core._cuda_releasePool(self._device.index, pool)

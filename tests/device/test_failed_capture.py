@@ -36,6 +36,7 @@ class Cuda:
         interrupted: whether the stream's capture is.
         pending: whether the next launch reports an error of before.
         full: how many of the next captures find the device's memory full.
+        refused: how many of the next captures the stream does not begin.
         locked: pools to which the allocator of page-locked memory gives what is allocated.
 
     Args:
@@ -48,7 +49,7 @@ class Cuda:
         self.users: dict[int, int] = {}
         self.in_capture = self.interrupted = self.pending = False
         self.mode = 0
-        self.full = 0
+        self.full = self.refused = 0
         self.locked: list[int] = []
         self.ends = ends
         self.releases = releases
@@ -126,7 +127,7 @@ class Graph:
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
         self._pool = 0
-        self._ended = False
+        self._recording = self._ended = False
 
     def capture_begin(self, pool: int | None = None, capture_error_mode: str = "global") -> None:
         cuda = self._cuda
@@ -142,7 +143,10 @@ class Graph:
         if self._pool in cuda.locked:
             raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
         cuda.locked.append(self._pool)
-        cuda.in_capture = True
+        self._recording = cuda.in_capture = True
+        if cuda.refused:
+            cuda.refused -= 1
+            raise RuntimeError("cudaStreamBeginCapture failed")
 
     def capture_end(self) -> None:
         cuda = self._cuda
@@ -150,10 +154,11 @@ class Graph:
             cuda.interrupted = False
             if cuda.ends:
                 cuda._cuda_endAllocateToPool(0, self._pool)
+                self._recording = False
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
         cuda._cuda_endAllocateToPool(0, self._pool)
         cuda.locked.remove(self._pool)
-        cuda.in_capture = False
+        self._recording = cuda.in_capture = False
         self._ended = True
 
     def replay(self) -> None: ...
@@ -163,9 +168,16 @@ class Graph:
             raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
         return self._pool
 
+    def reset(self) -> None:
+        cuda = self._cuda
+        if self._recording and cuda.releases:
+            cuda._cuda_endAllocateToPool(0, self._pool)  # torch 2.15; what it raises ends the process
+        if self._ended or (self._pool and cuda.releases):
+            cuda._cuda_releasePool(0, self._pool)
+        self._pool, self._recording, self._ended = 0, False, False
+
     def __del__(self) -> None:
-        if self._ended or (self._pool and self._cuda.releases):
-            self._cuda._cuda_releasePool(0, self._pool)
+        self.reset()
 
 
 def graphs_of(cuda: Any, core: Any = None) -> CudaGraphs:
@@ -224,6 +236,17 @@ def test_a_graph_keeps_its_pool_when_the_next_capture_cannot_begin(releases: boo
         assert (cuda.users[pool], cuda.recording) == (1, [])
     del replay
     assert not any(cuda.users.values())
+
+
+@pytest.mark.parametrize(("ends", "releases"), [(False, False), (True, False), (True, True)])
+def test_a_capture_that_the_stream_does_not_begin_leaves_nothing_behind(ends: bool, releases: bool) -> None:
+    cuda = Cuda(ends, releases)
+    cuda.refused = 1
+    with pytest.raises(RuntimeError, match="cudaStreamBeginCapture failed"):
+        capture(cuda, lambda: 5)
+    assert (cuda.recording, any(cuda.users.values())) == ([], False)
+    cuda.draw()
+    assert capture(cuda, lambda: 5)[1] == 5
 
 
 def test_finalizers_of_garbage_do_not_interrupt_a_capture() -> None:
