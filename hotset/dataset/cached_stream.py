@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from hotset._progress import filling_bar
+from hotset._warnings import warn
 from hotset.dataset.arguments import CacheArguments
 from hotset.dataset.cached_dataset import Maker, current_of
 from hotset.dataset.dataset_proxy import DatasetProxy, Own
@@ -30,6 +31,7 @@ from hotset.dataset.parent_death import parent_death_signal
 from hotset.dataset.plan import Plan
 from hotset.dataset.stats import Stats, stats_of
 from hotset.dataset.stream_passes import StreamPasses
+from hotset.dataset.stream_probe import is_hugging_face
 
 __all__ = ["CachedStream", "followed_passes", "passes_of"]
 
@@ -84,10 +86,18 @@ class CachedStream(DatasetProxy[T]):
         return self._passes.state == "whole"
 
     def _follow(self) -> None:
-        """Record anew if a transform was set on the stream itself, or a method has set an attribute."""
+        """Record anew if a transform or an attribute was set on the stream itself, or by a method."""
         by_method = self._set_by_method()
         if not self._snapshot.is_current() or by_method is not None:
             self._attribute_was_set(by_method or "transform")
+        elif (change := self._passes.change()) is not None and not is_hugging_face(self._dataset):
+            name = self._passes.name
+            warn(
+                f"{name} is recorded anew: {change} has changed, and samples may depend on it. If none does, "
+                f"declare it: hotset.deterministic({name}). An epoch on which only the order depends is "
+                "announced by set_epoch() of the cached stream."
+            )
+            self._attribute_was_set(change.name)
 
     def _attribute_was_set(self, name: str) -> None:
         if get_worker_info() is None:
@@ -202,8 +212,11 @@ class CachedStream(DatasetProxy[T]):
         warning.
         """
         self._epoch = epoch
+        before = self._passes.change()
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
+            if before is None:
+                self._passes.look()
 
     def close(self) -> None:
         """Detach from the cache; the stream then comes as it is. Existing batches stay valid."""

@@ -7,6 +7,7 @@ all have ended, but not all fit        the recorded samples first, in any order;
 other ranks or workers than before     nothing recorded can be used: recorded anew, with a warning
 the stream gave other samples          the same
 recorded by another living process     this pass is not recorded
+what it holds has changed since        recorded anew (:mod:`.cached_stream`), with a warning
 =====================================  =======================================================================
 
 A pass that is broken off leaves what it has recorded. The next one is a first pass as well: it gives all
@@ -18,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,10 +27,13 @@ import numpy as np
 from hotset._warnings import Warner, warn
 from hotset.dataset.arguments import CacheArguments
 from hotset.dataset.cached_dataset import CachedDataset, Maker, current_of
+from hotset.dataset.held_attributes import Change, HeldAttributes, Room
 from hotset.dataset.stream_probe import may_reorder
 from hotset.dataset.stream_recording import StreamRecording, StreamRest
 from hotset.dataset.stream_source import StreamSource
+from hotset.determinism.declare import declared
 from hotset.determinism.equality import same
+from hotset.determinism.reading_names import names_read
 from hotset.session.job import local_rank
 from hotset.store.claims import Ids
 from hotset.store.format import PRESENT
@@ -63,6 +68,9 @@ class StreamPasses:
         self.name = self._source.name
         self.warn = Warner()
         self._known: tuple[Any, Ids] | None = None
+        self._is_believed = declared(stream) == "deterministic" or arguments.key is not None
+        self._held: HeldAttributes | None = None  # what the stream held as it was recorded
+        self.look()
         self._open = 0  # how many passes were begun here since one reached the stream's end
 
     def parts(self) -> StreamParts | None:
@@ -194,9 +202,46 @@ class StreamPasses:
             "later passes may have any."
         )
 
+    def look(self) -> None:
+        """From here on, compare with what the stream holds now, if all of it is recorded.
+
+        Before, what reading changes (a position, a counter) could not be told from what the user does.
+        """
+        self._held = None
+        if self._is_believed or self.state != "whole":
+            return
+        stream, names = self._stream, names_read(self._stream)
+        with self._left_off_if_it_fails():
+            self._held = HeldAttributes(
+                stream,
+                room=Room(outermost=False),
+                counts=lambda owner, name: owner is not stream or names is None or name in names,
+            )
+
+    def change(self) -> Change | None:
+        """An attribute that samples may depend on, and that has changed since the stream was recorded."""
+        with self._left_off_if_it_fails():
+            if self._held is not None:
+                return self._held.changed_content()
+        return None
+
+    @contextlib.contextmanager
+    def _left_off_if_it_fails(self) -> Iterator[None]:
+        """Go on without comparing if what is done here raises, and say so."""
+        try:
+            yield
+        except Exception as error:  # of an object that the stream holds
+            self._held = None
+            self.warn(
+                f"what {self.name} holds cannot be compared any more ({type(error).__name__}: {error}), so a "
+                "change of it in place will not be noticed; call clear() after one."
+            )
+
     def ended(self) -> None:
         """Warn of what a pass that has reached its end could not record."""
         self._open = 0
+        if self._held is None:
+            self.look()
         parts = self.parts()
         if parts is None or parts.state not in ("whole", "in part"):
             return
@@ -219,11 +264,12 @@ class StreamPasses:
         """
         parts = self.parts()
         shuffled = parts is not None and parts.store.segment.metadata.get("stream_shuffled")
-        if shuffled or (epoch and may_reorder(self._stream)):
+        announced = epoch or self.change() is not None
+        if shuffled or (announced and may_reorder(self._stream)):
             self.warn(
-                f"{self.name} may give its samples in another order in each epoch, but recorded ones "
-                "come in the order in which they were recorded; give the loader shuffle=True to have another "
-                "order in each.",
+                f"{self.name} may give its samples in another order in each epoch, or other samples, but "
+                "recorded ones come as they were recorded; give the loader shuffle=True to have another "
+                "order in each, and do not cache a stream whose samples themselves change with the epoch.",
                 "one order",
             )
 
@@ -305,7 +351,7 @@ class StreamPasses:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_known": None}
+        return {**self.__dict__, "_known": None, "_held": None}
 
 
 _REASONS = {

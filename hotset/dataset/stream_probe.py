@@ -45,6 +45,7 @@ __all__ = [
     "batch_size_of",
     "has_shuffle",
     "held_by_run",
+    "is_hugging_face",
     "may_reorder",
     "probe_stream",
     "run",
@@ -365,7 +366,7 @@ def may_reorder(stream: Any) -> bool:
     """Whether ``set_epoch`` may give the samples another order: not in Hugging Face's, if nothing there
     shuffles.
     """
-    if not _is_of("datasets", stream):
+    if not is_hugging_face(stream):
         return hasattr(stream, "set_epoch")
     left = [getattr(stream, "_ex_iterable", None)]
     while left:
@@ -375,6 +376,11 @@ def may_reorder(stream: Any) -> bool:
         parts = [getattr(node, "ex_iterable", None), *(getattr(node, "ex_iterables", None) or ())]
         left.extend(part for part in parts if part is not None)
     return False
+
+
+def is_hugging_face(stream: Any) -> bool:
+    """Whether it is a stream of Hugging Face's ``datasets``, in which an epoch changes the order alone."""
+    return _is_of("datasets", stream)
 
 
 def _is_shuffle(stage: Any) -> bool:

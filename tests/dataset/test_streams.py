@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import pickle
@@ -642,6 +643,50 @@ def test_a_shuffle_of_the_stream_that_recording_ends_is_said_once(kind: type[Num
         one_order = kind is not Numbers and not shuffle
         assert ["shuffle=True" in str(each.message) for each in told] == [True] * one_order
         assert (epochs[0] == epochs[1]) is not bool(shuffle)
+
+
+class Marked(Numbers):
+    """Its samples hold what is set on it."""
+
+    mark = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from ((each[0], self.mark + number) for number, each in enumerate(super().__iter__()))
+
+
+def test_a_stream_is_recorded_anew_after_what_it_holds_was_set_on_the_stream_itself() -> None:
+    stream = Marked(N)
+    with hotset.cache(stream, memory="10MiB") as cached:
+        loader = hotset.DataLoader(cached, batch_size=8)
+        for mark in (0, 0, 1000, 2000, 2000):
+            told = pytest.warns(hotset.HotsetWarning, match=r"recorded anew: Marked\.mark has changed")
+            with told if mark != stream.mark else contextlib.nullcontext():
+                stream.mark = mark
+                assert values(loader) == [mark + number for number in range(N)]
+        assert cached.recorded
+
+
+def test_a_stream_is_not_recorded_anew_after_what_no_sample_depends_on_was_set() -> None:
+    class Logged(Marked):
+        """It counts its samples, and notes what nothing reads."""
+
+        count_of_samples = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            for each in super().__iter__():
+                self.count_of_samples += 1
+                yield each
+
+    streams = [Logged(N), hotset.deterministic(Marked(N)), Marked(N)]
+    for stream, key in zip(streams, (None, None, "numbers"), strict=True):
+        with hotset.cache(stream, memory="10MiB", key=key) as cached:
+            loader = hotset.DataLoader(cached, batch_size=8)
+            for epoch in range(3):
+                assert values(loader) == list(range(N))
+                stream.note = epoch
+                if not isinstance(stream, Logged):
+                    stream.mark = epoch
+            assert loader.last_epoch.hit_rate == 1
 
 
 def test_a_closed_stream_comes_as_it_is() -> None:
