@@ -14,8 +14,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
-import importlib.metadata
-import inspect
 import os
 import stat
 import sys
@@ -156,6 +154,8 @@ class _BuiltIn:
 
 def _replace_users(path: str, module: Any) -> None:
     """Memoise ``--memo module:function``: by all of its arguments, as ``hotset.memo`` does it."""
+    import inspect
+
     imported(module.__name__)
     *parents, name = path.split(".")
     try:
@@ -202,6 +202,8 @@ class _WhenCalled:
 @functools.cache
 def versions(libraries: tuple[str, ...]) -> tuple[str, ...]:
     """Name and version of each of the libraries."""
+    import importlib.metadata  # here, as inspect below: each process imports this module as it starts
+
     found = []
     for name in libraries:
         module = sys.modules.get(name)
@@ -287,6 +289,8 @@ def _by_signature(path: str, *absent: str, check: Callable[[str, dict[str, Any]]
     """
 
     def identify(function: Callable[..., Any]) -> Identify:
+        import inspect
+
         signature = inspect.signature(function)
 
         def identity(args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[File, tuple[Any, ...]]:

@@ -21,13 +21,12 @@ saves.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from hotset.errors import ArgumentError
 
@@ -62,8 +61,7 @@ JOB, RUN, LEDGER, DOCTOR = "HOTSET_JOB", "HOTSET_RUN", "HOTSET_LEDGER", "HOTSET_
 _INJECT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "inject")
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """The options of ``hotset run``.
 
     Attributes:
@@ -154,14 +152,13 @@ def environment_for(
     return {
         **environment,
         JOB: job,
-        RUN: json.dumps(dataclasses.asdict(options)),
+        RUN: json.dumps(options._asdict()),
         LEDGER: ledger,
         "PYTHONPATH": _python_path(environment),
     }
 
 
-@dataclasses.dataclass(frozen=True)
-class WatchOptions:
+class WatchOptions(NamedTuple):
     """What ``hotset doctor`` tells the processes below it.
 
     Attributes:
@@ -181,7 +178,7 @@ def watched_environment(options: WatchOptions, environment: Mapping[str, str]) -
     """The environment of a program that is watched."""
     return {
         **environment,
-        DOCTOR: json.dumps(dataclasses.asdict(options)),
+        DOCTOR: json.dumps(options._asdict()),
         "PYTHONPATH": _python_path(environment),
     }
 

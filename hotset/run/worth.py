@@ -14,9 +14,8 @@ files are small, the few large ones may be all that counts.
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 __all__ = ["Worth"]
 
@@ -60,7 +59,7 @@ class Worth:
         if self._misses < self._judge_misses:
             return False
         self._judge_misses *= 2
-        waits, own = map(statistics.median, zip(*self._own, strict=True))
+        waits, own = map(_median, zip(*self._own, strict=True))
         return bool(_USES * (self._computed / self._misses - waits) < own)
 
     def gave(self, whole: float, computing: Callable[[], float]) -> bool:
@@ -77,4 +76,10 @@ class Worth:
         if self._hits < self._judge_hits:
             return False
         self._judge_hits *= 2
-        return statistics.median(self._giving) > computing()
+        return _median(self._giving) > computing()
+
+
+def _median(times: Iterable[float]) -> float:
+    import statistics  # here: each process of the program imports this module as it starts
+
+    return statistics.median(times)
