@@ -188,16 +188,16 @@ class Kept:
         made: list[tuple[bool, Any]] = []
 
         def compute() -> Any:
-            try:
-                value = function(*args, **keywords)
-            except BaseException as error:
-                trace = error.__traceback__
-                made.append((False, error.with_traceback(trace.tb_next if trace else None)))
-                raise NotKept from None
-            made.append((True, value))
+            made.append(_outcome(function, args, keywords))
+            ok, value = made[0]
+            if not ok:
+                raise NotKept
             stored = _stored(value)
             if check is not None:
-                _checked(check, file.path)
+                try:
+                    check(file.path)
+                except Exception:
+                    raise NotKept from None
             return stored
 
         try:
@@ -212,22 +212,16 @@ class Kept:
         except Exception as error:  # the memo's own: the program must not know
             self._note(f"{type(error).__name__}: {error}")
         if not made:
-            return _plainly(function, args, keywords)
+            return _outcome(function, args, keywords)
         if made[0][0]:
             self._note(f"it returned what cannot be kept: {_kind(made[0][1])}")
         return made[0]
 
 
-def _checked(check: Callable[[str], None], file: str) -> None:
-    try:
-        check(file)
-    except Exception:
-        raise NotKept from None
-
-
-def _plainly(
+def _outcome(
     function: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[bool, Any]:
+    """``(True, what a function returns)``, or ``(False, its error)`` without this line in the traceback."""
     try:
         return True, function(*args, **keywords)
     except BaseException as error:
