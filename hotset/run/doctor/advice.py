@@ -122,49 +122,49 @@ class _Model:
         self.seen = seen
         self.cores = cores / seen.ranks  # of each rank
         self.fetch = _with_transport(seen)
-        row = _torch(seen, 0) if seen.workers else None
+        without, beside = seen.tried("plain", 0), seen.tried("plain", max(seen.workers, 1))
         # A worker writes into shared memory, which is touched for the first time in each batch.
-        self._without = None if row is None else Loader(row["rate"], 0.0, row["cpu"], overlaps=False)
+        self._without: Loader | None = None
+        if seen.workers and without is not None:
+            self._without = Loader(without["rate"], 0.0, without["cpu"], overlaps=False)
         # And the step gives a batch's memory back, which takes longer if that is shared.
-        rows = _torch(seen, 0), _torch(seen, max(seen.workers, 1))
-        self._release = [0.0 if row is None else row["release"] for row in rows]
+        self._release = [0.0 if row is None else row["release"] for row in (without, beside)]
         self._step = _longer(seen.step, -self._release[seen.workers > 0]) if seen.step_drops else seen.step
-        row = _torch(seen, max(seen.workers, 1))
-        self._start = 0.0 if row is None else row["start"] / max(seen.workers, 1)  # of each worker
-        self.modelled = self._plain(seen.workers, self.fetch)
+        self._start = 0.0 if beside is None else beside["start"] / max(seen.workers, 1)  # of each worker
+        self.modelled = self._plain(seen.workers)
         measured = seen.rate / seen.ranks
         # Where the program is slower than that, other programs may hold it up: they would with other workers,
         # too. Where it is much faster, what was tried was held up, and the rest of the ratio is not a gain.
         self.factor = min(measured / self.modelled, _FACTOR[1]) if self.modelled else 1.0
 
-    def _plain(self, workers: int, fetch: Fetch) -> float:
-        loader = loader_with(workers, fetch, self.cores)
-        if workers == 0 and fetch is self.fetch and self._without is not None:
+    def _plain(self, workers: int) -> float:
+        loader = loader_with(workers, self.fetch, self.cores)
+        if workers == 0 and self._without is not None:
             loader = self._without
         rate = training_rate(loader, _longer(self._step, self._release[workers > 0]), self.cores)
         return with_start(rate, workers * self._start)
 
-    def plain(self, workers: int, fetch: Fetch | None = None) -> float:
+    def plain(self, workers: int) -> float:
         """Samples a second of a rank, with torch's loader."""
-        if fetch is None and workers == self.seen.workers:
+        if workers == self.seen.workers:
             return self.seen.rate / self.seen.ranks
-        return min(self.factor * self._plain(workers, fetch or self.fetch), self.limit)
+        return min(self.factor * self._plain(workers), self.limit)
 
     @property
     def limit(self) -> float:
         seconds = self._step.seconds
         return 1.0 / seconds if seconds else float("inf")
 
-    def best(self, fetch: Fetch | None = None) -> int:
+    def best(self) -> int:
+        """The number of workers of each rank that is best."""
         if not self.seen.may_have_workers:
             return 0
-        without = self._without if fetch is None else None
         return best_workers(
-            fetch or self.fetch,
+            self.fetch,
             self.seen.step,
             self.cores,
             most=self._most(),
-            without=without,
+            without=self._without,
             start=self._start,
         )[0]
 
@@ -183,37 +183,30 @@ class _Model:
             fits: the share, 0 to 1.
             spared: seconds of a sample's live transforms that would be cached, too.
         """
-        row = self.seen.trial["loaders"].get(f"cached-{workers}")
+        row = self.seen.tried("cached", workers)
         if row is None:
             return None
         live = any(not one["cached"] for one in self.seen.trial["plan"]["transforms"])
-        return self._tried(row, workers, workers > 0 or not live, fits, spared)
+        return self._with_hits(row, workers, workers > 0 or not live, fits, spared)
 
-    def torchs(self, fits: float) -> float | None:
-        """Samples a second of a rank with such a cache and torch's loader, as the program has it."""
-        row = self.seen.trial["loaders"].get(f"torch-{self.seen.workers}")
-        return None if row is None else self._of_torchs(row, fits)
+    def as_it_is(self, kind: str, fits: float = 1.0) -> float | None:
+        """Samples a second of a rank with the loader that the program has; None if that was not tried.
 
-    def run(self, fits: float) -> float | None:
-        """Samples a second of a rank below ``hotset run``, if this share of the decoders' results fits."""
-        row = self.seen.trial["loaders"].get(f"run-{self.seen.workers}")
-        return None if row is None else self._of_torchs(row, fits)
-
-    def as_tried(self) -> float | None:
-        """Samples a second of a rank with the loader that the program has, from its rate in the trial."""
-        row = _torch(self.seen, self.seen.workers)
-        return None if row is None else self._of_torchs(row, 1.0)
-
-    def _of_torchs(self, row: dict[str, float], fits: float) -> float:
-        """With torch's loader, whose workers run beside the step as they do now."""
+        Args:
+            kind: ``"torch"`` over a cache, ``"run"`` below ``hotset run``, ``"plain"`` in the trial.
+            fits: the share of the samples that the cache, or what the decoders return, has room for.
+        """
         workers, seen, step = self.seen.workers, self.seen, self._step
+        row = seen.tried(kind, workers)
+        if row is None:
+            return None
         if workers and not row["training"]:
             # Threads of the step that spin beside workers will do so then, too.
             beside = Step(seen.step_beside / seen.batch_size, seen.step_beside_cpu / seen.batch_size)
             step = beside if beside.seconds > step.seconds else step
-        return self._tried(row, workers, workers > 0, fits, step=step)
+        return self._with_hits(row, workers, workers > 0, fits, step=step)
 
-    def _tried(
+    def _with_hits(
         self,
         row: dict[str, float],
         workers: int,
@@ -235,12 +228,6 @@ class _Model:
         return min(1.0 / max(1.0 / training_rate(loader, step, self.cores) + fits * missed, 1e-9), self.limit)
 
 
-def _torch(seen: Observed, workers: int) -> dict[str, float] | None:
-    """What was tried of torch's loader with so many workers, by itself."""
-    row: dict[str, float] | None = seen.trial["loaders"].get(f"plain-{workers}")
-    return row
-
-
 def _longer(step: Step, seconds: float) -> Step:
     """A step that takes so much longer, or shorter, but nine tenths at most."""
     return Step(max(step.seconds + seconds, 0.1 * step.seconds), max(step.cpu + seconds, 0.1 * step.cpu))
@@ -248,7 +235,7 @@ def _longer(step: Step, seconds: float) -> Step:
 
 def _with_transport(seen: Observed) -> Fetch:
     """The cost of a sample, with what it costs to hand it over, which was tried with a worker at least."""
-    row = _torch(seen, max(seen.workers, 1))
+    row = seen.tried("plain", max(seen.workers, 1))
     if row is None:
         return seen.fetch
     if seen.workers:
@@ -307,7 +294,7 @@ def _of_run(model: _Model, command: str) -> list[Advice]:
         return []
     plan, size = seen.trial.get("plan"), kept["bytes"] * (seen.length or 0)
     fits = min(1.0, plan["room"] / size) if plan and size else 1.0
-    rate = model.run(fits)
+    rate = model.as_it_is("run", fits)
     if rate is None:
         return []
     note = f"{_from(seen)}; keeps what {seen.decoders[0].name} returns"
@@ -346,7 +333,7 @@ def _of_cache(model: _Model) -> list[Advice]:
             if fits < 1.0:
                 note += f"; {fits:.0%} of the samples fit"
             found += [_advice(model, line, rate, size, note), *_of_rest(model, int(workers))]
-    rate = model.torchs(fits)
+    rate = model.as_it_is("torch", fits)
     if rate is not None:
         note = f"{_from(seen)}; for a loader that a library makes, such as timm's or the Trainer's"
         found.append(_advice(model, f"{call}, with the loader as it is", rate, size, note))
@@ -423,7 +410,7 @@ def _of_earlier(model: _Model) -> list[Advice]:
 
 def _of_busy_trial(model: _Model) -> list[str]:
     """What was tried is compared with what was watched before it: if the machine was as busy, they agree."""
-    seen, tried = model.seen, model.as_tried()
+    seen, tried = model.seen, model.as_it_is("plain")
     if tried is None or seen.ranks > 1 or tried >= _FACTOR[0] * seen.rate:
         return []
     return [

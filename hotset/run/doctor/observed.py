@@ -94,13 +94,18 @@ class Observed(NamedTuple):
         seconds = self.wait + self.step_beside
         return self.ranks * self.batch_size / seconds if seconds else 0.0
 
+    def tried(self, kind: str, workers: int) -> dict[str, float] | None:
+        """What was tried of a loader of this kind with so many workers: see :mod:`.trial`."""
+        row: dict[str, float] | None = self.trial["loaders"].get(f"{kind}-{workers}")
+        return row
+
     @property
     def may_have_workers(self) -> bool:
         """Whether a worker could read the dataset: the program has some, or one was tried.
 
         One may lack a thread or a device of the training process, or read all of a stream that others read.
         """
-        return self.workers > 0 or "plain-1" in self.trial["loaders"]
+        return self.workers > 0 or self.tried("plain", 1) is not None
 
     @property
     def waited(self) -> float:
