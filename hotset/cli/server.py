@@ -69,7 +69,7 @@ def start(options: Options) -> Place:
     try:
         begin = os.fstat(log).st_size
         process = subprocess.Popen(
-            [sys.executable, "-m", "hotset.server", *options.arguments()],
+            [sys.executable, "-m", "hotset.server", options.argument()],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from hotset._warnings import printable
 from hotset.errors import ArgumentError
@@ -89,14 +90,9 @@ class Options:
         except ValueError:
             return self.host == "localhost"
 
-    def arguments(self) -> list[str]:
-        """Return them as the arguments of ``python -m hotset.server``."""
-        spill = ["--spill", self.spill] if self.spill else []
-        log = ["--log-file"] if self.logs_to_file else []
-        return [
-            *("--host", self.host, "--port", str(self.port), "--memory", str(self.memory)),
-            *("--log-level", self.level, *spill, *log),
-        ]
+    def argument(self) -> str:
+        """Return them as the argument of ``python -m hotset.server``."""
+        return json.dumps(asdict(self))
 
 
 def _is_wildcard(host: str) -> bool:

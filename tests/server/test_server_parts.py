@@ -474,7 +474,7 @@ def test_options_reach_the_daemon_as_they_are(tmp_path: Path, monkeypatch: pytes
     from hotset.server import __main__ as daemon
 
     options = Options.parse(host="::1", port=50060, memory="1MiB", spill=str(tmp_path), level="debug")
-    monkeypatch.setattr("sys.argv", ["server", *options.arguments()])
+    monkeypatch.setattr("sys.argv", ["server", options.argument()])
     monkeypatch.setattr(daemon, "serve", lambda told: told)
     assert daemon.main() == options
     assert options.is_loopback
