@@ -28,11 +28,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from hotset.determinism.equality import array_bytes
 
-__all__ = ["READ_WHOLE", "FileRange", "digest_of_bytes", "file_behind", "integers_of", "mapped_files"]
+__all__ = ["READ_WHOLE", "FileRange", "digest_of_bytes", "file_behind", "mapped_files"]
 
 Array = npt.NDArray[Any]
 
@@ -46,7 +45,6 @@ _HALF = np.uint64(32)
 READ_WHOLE = 64 << 20
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) ([0-9a-f]+) \S+ (\d+) +(/.*)")
 _RANGE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ")
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class FileRange(NamedTuple):
@@ -104,18 +102,6 @@ def _put(digest: Any, data: Array) -> None:
             np.bitwise_xor(lanes, shifted, out=lanes)
         digest.update(lanes)
     digest.update(np.ascontiguousarray(data[whole * 8 * _LANES :]))
-
-
-def integers_of(tensor: torch.Tensor) -> Array:
-    """Return a strided tensor's elements as integers of the same size, on the CPU; a view where possible.
-
-    The result has one dimension more if the tensor is complex.
-    """
-    plain = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg().cpu()
-    if plain.is_complex():
-        plain = torch.view_as_real(plain)
-    # Not plain.numpy(): after that the user's tensor could not be resized any more.
-    return np.from_dlpack(plain.view(_INTEGERS[plain.element_size()]))
 
 
 def file_behind(array: Array) -> FileRange | None:

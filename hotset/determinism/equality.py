@@ -48,13 +48,14 @@ from hotset.determinism.object_graph import attributes, solid_base
 from hotset.determinism.outside import is_a, shown
 from hotset.store.codecs import given_codec
 
-__all__ = ["array_bytes", "content_digests", "same"]
+__all__ = ["array_bytes", "content_digests", "integers_of", "same"]
 
 Array = npt.NDArray[Any]
 # Compared by their own ==, not by their parts. A path fills its attributes as they are read.
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
 _WHOLE = (*_CODE, enum.Enum, PurePath)
 _ORDERED = (list, tuple, deque)
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 60
 
@@ -274,11 +275,19 @@ def _tensor_difference(a: torch.Tensor, b: torch.Tensor) -> str | None:
 
 def _tensor_bytes(tensor: torch.Tensor) -> Array:
     """Return the bytes of each element in order, as uint8 of shape (elements, bytes of one)."""
-    with torch.no_grad():
-        plain = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg().cpu()
-    # Copied in any case: one element with a stride of two counts as contiguous, but cannot be viewed.
-    plain = plain.clone(memory_format=torch.contiguous_format).view(-1)
-    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().reshape(plain.numel(), -1)
+    return array_bytes(integers_of(tensor)).reshape(tensor.numel(), -1)
+
+
+def integers_of(tensor: torch.Tensor) -> Array:
+    """Return a strided tensor's elements as integers of the same size, on the CPU; a view where possible.
+
+    The result has one dimension more if the tensor is complex.
+    """
+    plain = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg().cpu()
+    if plain.is_complex():
+        plain = torch.view_as_real(plain)
+    # Not plain.numpy(): after that the user's tensor could not be resized any more.
+    return np.from_dlpack(plain.view(_INTEGERS[plain.element_size()]))
 
 
 def _array_difference(a: Array, b: Array) -> str | None:

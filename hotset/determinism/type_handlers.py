@@ -28,8 +28,9 @@ import torch
 
 from hotset.determinism import code_dependencies as codes
 from hotset.determinism.arrow_tables import OF_ARROW
-from hotset.determinism.content_hash import digest_of_bytes, file_behind, integers_of
+from hotset.determinism.content_hash import digest_of_bytes, file_behind
 from hotset.determinism.describe import Describer, Handler
+from hotset.determinism.equality import integers_of
 from hotset.determinism.handles import OF_HANDLES, by_type, with_own_state
 from hotset.determinism.remote_files import OF_REMOTE_FILES
 

@@ -310,3 +310,10 @@ def test_a_change_in_place_shows_in_the_digests(sample: Any, change: Any) -> Non
     assert content_digests(sample) == before
     change(sample)
     assert content_digests(sample) != before
+
+
+def test_tensors_of_types_that_torch_cannot_copy_are_compared() -> None:
+    bits = torch.arange(6, dtype=torch.uint8).view(torch.uint4)
+    assert same(bits, torch.arange(6, dtype=torch.uint8).view(torch.uint4)) is None
+    assert same(bits, torch.zeros(6, dtype=torch.uint8).view(torch.uint4)) is not None
+    assert content_digests([bits]) != content_digests([torch.zeros(6, dtype=torch.uint8).view(torch.uint4)])
