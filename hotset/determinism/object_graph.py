@@ -71,8 +71,10 @@ def within_reach(holders: Sequence[object], kinds: Kinds) -> Iterator[tuple[str,
         bound = len(seen) + _OBJECTS
         while queue and len(seen) < bound:
             path, node, depth = queue.popleft()
+            if id(node) in seen or is_opaque(node):
+                continue
             found = issubclass(type(node), kinds)
-            if id(node) in seen or is_opaque(node) or (type(node) in _ATOMS and not found):
+            if type(node) in _ATOMS and not found:
                 continue
             seen[id(node)] = node
             if found:
@@ -111,23 +113,12 @@ def held_objects(holder: object, kinds: Kinds = ()) -> Iterator[Any]:
         >>> list(held_objects(chain, (types.SimpleNamespace,))) == [chain, *chain.steps]
         True
     """
-    seen: dict[int, object] = {}
-    queue: deque[tuple[Any, int]] = deque([(holder, 0)])
-    while queue and len(seen) < _HELD:
-        node, depth = queue.popleft()
+    if issubclass(type(holder), _NAMED):
+        return
+    for node in _near(holder, _HELD, code=False):
         kind = type(node)
-        if id(node) in seen or is_opaque(node) or kind in _ATOMS:
-            continue
-        if issubclass(kind, (*_NAMED, types.ModuleType)):
-            continue
-        seen[id(node)] = node
-        own = node is holder
-        if str(kind.__module__).partition(".")[0] == "hotset" and not own:
-            continue
-        if own or issubclass(kind, kinds) or (not issubclass(kind, _CALLED) and is_users(node)):
+        if node is holder or issubclass(kind, kinds) or (not issubclass(kind, _CALLED) and is_users(node)):
             yield node
-        if depth < _DEPTH:
-            queue.extend((child, depth + 1) for child in _held_by(node))
 
 
 def reached_by_code(holder: object) -> Iterator[Any]:
@@ -140,31 +131,33 @@ def reached_by_code(holder: object) -> Iterator[Any]:
         >>> list(reached_by_code(functools.partial(max, held)))
         [namespace(calls=0)]
     """
+    for node in _near(holder, _REACHED, code=True):
+        kind = type(node)
+        if issubclass(kind, _NAMESPACES) or (not issubclass(kind, _CALLED) and is_users(node)):
+            yield node
+
+
+def _near(holder: Any, most: int, *, code: bool) -> Iterator[Any]:
+    """The holder, and what it reaches, near ones first: no modules, nothing in hotset's own objects.
+
+    Args:
+        holder: where to begin.
+        most: how many objects to look at.
+        code: whether also through functions and classes.
+    """
     seen: dict[int, object] = {}
     queue: deque[Any] = deque([holder])
-    while queue and len(seen) < _REACHED:
+    while queue and len(seen) < most:
         node = queue.popleft()
         kind = type(node)
         if id(node) in seen or is_opaque(node) or kind in _ATOMS or issubclass(kind, types.ModuleType):
             continue
         seen[id(node)] = node
         origin = node if issubclass(kind, _NAMED) else kind
-        if str(origin.__module__).partition(".")[0] == "hotset" and node is not holder:
-            continue
-        if issubclass(kind, _NAMESPACES) or (not issubclass(kind, _CALLED) and is_users(node)):
+        if node is holder or str(origin.__module__).partition(".")[0] != "hotset":
             yield node
-        queue.extend(child for _, child in _reachable(node, ()))
-
-
-def _held_by(node: Any) -> Iterator[Any]:
-    kind = type(node)
-    if issubclass(kind, types.MethodType):
-        yield node.__self__
-    elif issubclass(kind, functools.partial):
-        yield from (node.func, node.args, node.keywords)
-    elif issubclass(kind, _CONTAINERS):
-        yield from (value for _, value in _of_container(node, ()))
-    yield from attributes(node).values()
+            parts = (part for _, part in _reachable(node, ()))
+            queue.extend(part for part in parts if code or not issubclass(type(part), _NAMED))
 
 
 def _name(holder: Any) -> str:
