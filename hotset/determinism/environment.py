@@ -79,7 +79,7 @@ def describe_environment(to: Describer) -> tuple[bytes, list[str]]:
         _open_files(to.numbers) if names & _READS_DESCRIPTORS or {"os", "read"} <= names else (),
         [(name, value.encode("utf-8", "surrogateescape")) for name, value in variables],
         [(name, codes.source_of(name), codes.constants_of(name, wanted)) for name in sorted(modules)],
-        [_patched(root) for root in sorted(_libraries(to.modules))],
+        _patched(_libraries(to.modules)),
     ]
     return to.describe(parts), notes
 
@@ -132,18 +132,15 @@ def _libraries(modules: set[str]) -> set[str]:
     }
 
 
-def _patched(root: str) -> list[tuple[str, str, object]]:
-    """The functions that users have put into the imported modules of a package."""
-    loaded = [
-        (name, module)
-        for name, module in list(sys.modules.items())
-        if name.partition(".")[0] == root and issubclass(type(module), types.ModuleType)
-    ]
-    return [
+def _patched(packages: set[str]) -> list[tuple[str, str, object]]:
+    """The functions that users have put into the imported modules of these packages."""
+    found = [
         (name, own, value)
-        for name, module in sorted(loaded, key=lambda pair: pair[0])
-        for own, value in sorted(_replaced_in(name, module), key=lambda pair: pair[0])
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] in packages and issubclass(type(module), types.ModuleType)
+        for own, value in _replaced_in(name, module)
     ]
+    return sorted(found, key=operator.itemgetter(0, 1))
 
 
 def _replaced_in(name: str, module: types.ModuleType) -> list[tuple[str, object]]:
