@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 from hotset.determinism.verdict import (
+    Kind,
     Verdict,
     ancestor,
     doubtful_function,
@@ -74,7 +75,7 @@ def judge(step: Any) -> Verdict | None:
     if name == "Compose" and base.__module__ == "monai.transforms.compose":
         if not _is_compose(step):
             replaced = replaced_method(step, base)
-            return Verdict.of(step, "unknown", f"MONAI: {name_of(step)} has its own {replaced}")
+            return _verdict(step, "unknown", f"{name_of(step)} has its own {replaced}")
         evidence = "MONAI: Compose applies its transforms in order"
         if len(step.transforms) > 1 and step.lazy:
             evidence += ", and is kept whole, as they are resampled together"
@@ -82,18 +83,22 @@ def judge(step: Any) -> Verdict | None:
     if _has(step, "RandomizableTrait"):
         return _random(step, base)
     if not base.__module__.startswith("monai.transforms.") or base.__name__.endswith("Transform"):
-        return Verdict.of(step, "unknown", f"MONAI: hotset does not know the class {name_of(step)}")
+        return _verdict(step, "unknown", f"hotset does not know the class {name_of(step)}")
     replaced = replaced_method(step, base)
     if replaced:
-        return Verdict.of(step, "unknown", f"MONAI: {name_of(step)} has its own {replaced}")
+        return _verdict(step, "unknown", f"{name_of(step)} has its own {replaced}")
     if name in _WRITERS:
-        return Verdict.of(step, "unknown", f"MONAI: {name} writes files, which a cached result would not")
+        return _verdict(step, "unknown", f"{name} writes files, which a cached result would not")
     if name in _HOLDERS:
         return _holder(step, name)
     why = doubtful_function(step, "monai")
     if why:
-        return Verdict.of(step, "unknown", f"MONAI: {name}: {why}")
-    return Verdict.of(step, "deterministic", f"MONAI: {name} is not a Randomizable")
+        return _verdict(step, "unknown", f"{name}: {why}")
+    return _verdict(step, "deterministic", f"{name} is not a Randomizable")
+
+
+def _verdict(step: Any, kind: Kind, what: str, draws: bool = False) -> Verdict:
+    return Verdict.of(step, kind, f"MONAI: {what}", draws)
 
 
 def _random(step: Any, base: type) -> Verdict:
@@ -104,16 +109,12 @@ def _random(step: Any, base: type) -> Verdict:
         if prob == 1 and name in _HOLDERS:
             return replace(_holder(step, name), draws=True)
         if name in _CHOOSERS:
-            return Verdict.of(step, "random", f"MONAI: {name} draws which of its transforms to apply")
+            return _verdict(step, "random", f"{name} draws which of its transforms to apply")
         if prob == 0 and _has(step, "RandomizableTransform") and name not in _DRAW_REGARDLESS:
-            return Verdict.of(
-                step, "deterministic", f"MONAI: {name} with prob=0 is never applied", draws=True
-            )
+            return _verdict(step, "deterministic", f"{name} with prob=0 is never applied", draws=True)
         if prob == 1 and name in _ONLY_GATED:
-            return Verdict.of(
-                step, "deterministic", f"MONAI: {name} with prob=1 is always applied", draws=True
-            )
-    return Verdict.of(step, "random", f"MONAI: {name_of(step)} is a Randomizable")
+            return _verdict(step, "deterministic", f"{name} with prob=1 is always applied", draws=True)
+    return _verdict(step, "random", f"{name_of(step)} is a Randomizable")
 
 
 # Randomizable transforms that are random even with prob=0.
@@ -127,7 +128,7 @@ def _holder(step: Any, name: str) -> Verdict:
     verdicts = [verdict_of(_unwrapped(each)) for each in inner]
     worst = min(verdicts, key=lambda verdict: ("random", "unknown", "deterministic").index(verdict.kind))
     draws = any(verdict.draws for verdict in verdicts)
-    return Verdict.of(step, worst.kind, f"MONAI: {name} of {worst.name}: {worst.evidence}", draws)
+    return _verdict(step, worst.kind, f"{name} of {worst.name}: {worst.evidence}", draws)
 
 
 def _unwrapped(held: Any) -> Any:

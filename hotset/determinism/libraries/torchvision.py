@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from hotset.determinism.verdict import (
+    Kind,
     Verdict,
     ancestor,
     doubtful_function,
@@ -78,7 +79,7 @@ def judge(step: Any) -> Verdict | None:
     if name in _CONTAINERS or name in ("Compose", "Lambda") or name in _FIXED:
         replaced = replaced_method(step, base) or ("hooks" if _hooked(step) else None)
         if replaced:
-            return Verdict.of(step, "unknown", f"torchvision: {name_of(step)} has its own {replaced}")
+            return _verdict(step, "unknown", f"{name_of(step)} has its own {replaced}")
     if name in _CONTAINERS:
         return _CONTAINERS[name](step)
     if name == "Compose":
@@ -86,15 +87,17 @@ def judge(step: Any) -> Verdict | None:
         return verdict_of_children(step, step.transforms, evidence)
     if name == "Lambda":
         inner = verdict_of(step.lambd)
-        return Verdict.of(
-            step, inner.kind, f"torchvision: Lambda of {inner.name}: {inner.evidence}", inner.draws
-        )
+        return _verdict(step, inner.kind, f"Lambda of {inner.name}: {inner.evidence}", inner.draws)
     if name in _FIXED:
         why = doubtful_function(step, "torchvision")
         if why:
-            return Verdict.of(step, "unknown", f"torchvision: {name}: {why}")
-        return Verdict.of(step, "deterministic", f"torchvision: {name} draws nothing")
-    return Verdict.of(step, "unknown", f"torchvision: hotset does not know the class {name_of(step)}")
+            return _verdict(step, "unknown", f"{name}: {why}")
+        return _verdict(step, "deterministic", f"{name} draws nothing")
+    return _verdict(step, "unknown", f"hotset does not know the class {name_of(step)}")
+
+
+def _verdict(step: Any, kind: Kind, what: str, draws: bool = False) -> Verdict:
+    return Verdict.of(step, kind, f"torchvision: {what}", draws)
 
 
 def _hooked(container: Any) -> bool:
@@ -105,16 +108,12 @@ def _hooked(container: Any) -> bool:
 def _function(function: Any) -> Verdict | None:
     *place, file = str(function.__module__).split(".")
     if place[:1] == ["torchvision"] and "io" in [*place, file] and function.__name__ in _READERS:
-        return Verdict.of(
-            function, "deterministic", f"torchvision: {function.__name__} only reads or decodes"
-        )
+        return _verdict(function, "deterministic", f"{function.__name__} only reads or decodes")
     if place[:2] != ["torchvision", "transforms"] or not {file, *place} & {*_FUNCTIONAL}:
         return None
     if function.__name__.startswith("gaussian_noise"):
-        return Verdict.of(
-            function, "random", "torchvision: gaussian_noise draws noise from torch's generator"
-        )
-    return Verdict.of(function, "deterministic", "torchvision: a function of its arguments alone")
+        return _verdict(function, "random", "gaussian_noise draws noise from torch's generator")
+    return _verdict(function, "deterministic", "a function of its arguments alone")
 
 
 def _random(step: Any, base: type) -> Verdict:
@@ -123,9 +122,9 @@ def _random(step: Any, base: type) -> Verdict:
     believed = not replaced_method(step, base) and not _hooked(step)
     still = _STILL.get(name, _never)(step) if believed else None
     if still is None:
-        return Verdict.of(step, "random", f"torchvision: {name} draws from torch's generator")
-    evidence = f"torchvision: {name} with {still}: what it draws changes nothing"
-    return Verdict.of(step, "deterministic", evidence, draws=name != "RandAugment")
+        return _verdict(step, "random", f"{name} draws from torch's generator")
+    what = f"{name} with {still}: what it draws changes nothing"
+    return _verdict(step, "deterministic", what, draws=name != "RandAugment")
 
 
 def _gated(base: type) -> bool:
@@ -228,19 +227,15 @@ def _apply(step: Any) -> Verdict:
     p = float(step.p)
     # v1 compares the other way round: if it draws exactly 0, it applies its transforms even with p=0.
     if p <= 0 and ".v2." in type(step).__module__:
-        return Verdict.of(
-            step, "deterministic", "torchvision: RandomApply with p=0 is never applied", draws=True
-        )
+        return _verdict(step, "deterministic", "RandomApply with p=0 is never applied", draws=True)
     if p < 1:
-        return Verdict.of(step, "random", f"torchvision: RandomApply draws whether to apply, p={p:g}")
+        return _verdict(step, "random", f"RandomApply draws whether to apply, p={p:g}")
     return _without_choice(step, step.transforms, "RandomApply with p=1 always applies its transforms")
 
 
 def _choose(step: Any) -> Verdict:
     if len(step.transforms) > 1:
-        return Verdict.of(
-            step, "random", f"torchvision: {name_of(step)} draws which of its transforms comes next"
-        )
+        return _verdict(step, "random", f"{name_of(step)} draws which of its transforms comes next")
     return _without_choice(step, step.transforms, f"{name_of(step)} has one transform to choose from")
 
 
