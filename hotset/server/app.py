@@ -62,21 +62,22 @@ def make_app(service: SessionService, history: History, page: str, stop: Callabl
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        responses=_errors(401, 403, 413),  # of the guard, for every request
     )
     _add_errors(app)
     metrics = Metrics(service.options, service.look)
 
-    @app.get("/", response_class=HTMLResponse, responses=_errors(401, 403, 413))
+    @app.get("/", response_class=HTMLResponse)
     def status_page() -> str:
         """The status page."""
         return page
 
-    @app.get("/api/status", response_model=models.Status, responses=_errors(401, 403, 413))
+    @app.get("/api/status", response_model=models.Status)
     def status() -> dict[str, Any]:
         """The server, and every session."""
         return service.status()
 
-    @app.get("/api/sessions", response_model=list[SessionView], responses=_errors(401, 403, 413))
+    @app.get("/api/sessions", response_model=list[SessionView])
     def list_sessions() -> list[dict[str, Any]]:
         """Every session of this user on this machine, oldest first."""
         found: list[dict[str, Any]] = service.status()["sessions"]
@@ -86,18 +87,14 @@ def make_app(service: SessionService, history: History, page: str, stop: Callabl
         "/api/sessions",
         status_code=201,
         response_model=SessionView,
-        responses=_errors(400, 401, 403, 409, 413, 422),
+        responses=_errors(400, 409, 422),
         dependencies=[_BEARER],
     )
     def create_session(new: models.NewSession) -> dict[str, Any]:
         """Create a session that this server owns."""
         return service.create(new.model_dump(exclude_unset=True))
 
-    @app.get(
-        "/api/sessions/{which}",
-        response_model=SessionView,
-        responses=_errors(401, 403, 404, 413, 422),
-    )
+    @app.get("/api/sessions/{which}", response_model=SessionView, responses=_errors(404, 422))
     def show_session(which: str) -> dict[str, Any]:
         """One session, by name or number."""
         return service.show(which)
@@ -105,7 +102,7 @@ def make_app(service: SessionService, history: History, page: str, stop: Callabl
     @app.patch(
         "/api/sessions/{which}",
         response_model=ResizedView,
-        responses=_errors(400, 401, 403, 404, 413, 422),
+        responses=_errors(400, 404, 422),
         dependencies=[_BEARER],
     )
     def resize_session(which: str, change: models.Change) -> dict[str, Any]:
@@ -115,24 +112,19 @@ def make_app(service: SessionService, history: History, page: str, stop: Callabl
     @app.delete(
         "/api/sessions/{which}",
         response_model=models.Freed,
-        responses=_errors(401, 403, 404, 413, 422),
+        responses=_errors(404, 422),
         dependencies=[_BEARER],
     )
     def destroy_session(which: str) -> dict[str, int]:
         """Destroy a session; jobs that use it go on from their source."""
         return {"freed": service.destroy(which)}
 
-    @app.get("/api/history", response_model=models.History, responses=_errors(401, 403, 413))
+    @app.get("/api/history", response_model=models.History)
     def last_minutes() -> dict[str, Any]:
         """The last ten minutes of each session."""
         return history.view()
 
-    @app.post(
-        "/api/stop",
-        response_model=models.Stopped,
-        responses=_errors(401, 403, 413),
-        dependencies=[_BEARER],
-    )
+    @app.post("/api/stop", response_model=models.Stopped, dependencies=[_BEARER])
     def stop_server(after: BackgroundTasks) -> dict[str, bool]:
         """Destroy the server's sessions, free the memory, and end the server."""
         service.end()
@@ -142,10 +134,7 @@ def make_app(service: SessionService, history: History, page: str, stop: Callabl
     @app.get(
         "/metrics",
         response_class=Response,
-        responses={
-            200: {"content": {CONTENT_TYPE: {"schema": {"type": "string"}}}},
-            **_errors(401, 403, 413),
-        },
+        responses={200: {"content": {CONTENT_TYPE: {"schema": {"type": "string"}}}}},
     )
     def scrape() -> Response:
         """Metrics in Prometheus' text format."""
