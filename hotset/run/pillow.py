@@ -34,7 +34,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from hotset.run.decoders import LeftAlone, absolute, check_age
 from hotset.run.environment import left_alone
@@ -113,14 +113,14 @@ class _Decoders:
     def decoder_for(self, image: Any, decoder: Any, call: Call) -> Any:
         begun = time.perf_counter()
         try:
-            source = _Source.of(image, call)
+            source = _source_of(image, call)
         except LeftAlone as error:
             left_alone(NAME, str(error))
             return decoder
         return _Decoder(self, image, decoder, call, source, begun)
 
 
-class _Source:
+class _Source(NamedTuple):
     """The file under an image and what of it is decoded.
 
     Attributes:
@@ -129,36 +129,42 @@ class _Source:
         identity: what the pixels follow from, beside the file's content.
     """
 
-    def __init__(self, path: str, status: tuple[int, ...], identity: tuple[Any, ...]) -> None:
-        self.path, self.status, self.identity = path, status, identity
+    path: str
+    status: tuple[int, ...]
+    identity: tuple[Any, ...]
 
-    @classmethod
-    def of(cls, image: Any, call: Call) -> _Source:
-        mode, name, args, extra = call
-        if name not in ("jpeg", "zip", "libtiff"):
-            raise LeftAlone(
-                _READ_AT_ONCE.get(image.format)
-                or _REASONS.get(name, f"it is a picture of PIL's decoder {name!r}")
-            )
-        if any(_is_replaced(image, read) for read in ("load_read", "load_seek")):
-            raise LeftAlone("its file is read by a method that is not PIL's")
-        if len(image.tile) != 1 or getattr(image, "tile_prefix", None):
-            raise LeftAlone("the picture has more than one tile")
-        if name in sys.modules["PIL.Image"].DECODERS:  # it may draw random numbers
-            raise LeftAlone(f"the program has a decoder of its own for {name!r}")
-        if mode not in _LINES:
-            raise LeftAlone(f"pixels of mode {mode}")
-        if name == "zip" and (getattr(image, "png", None) is None or image.is_animated):
-            raise LeftAlone("an animated PNG's frame is decoded onto another")
-        _, extents, offset, in_tile = image.tile[0]
-        if name == "libtiff":
-            args = in_tile  # without the descriptor, which is another each time
-        if extents is None or extents[:2] != (0, 0):
-            raise LeftAlone("the tile is not the whole picture")
-        path, status = _file_of(image)
-        more = (_PNG.state(image),) if name == "zip" else ()
-        identity = (mode, name, _plain(args), _plain(extra), extents, offset, image.decodermaxblock, *more)
-        return cls(path, status, identity)
+
+def _source_of(image: Any, call: Call) -> _Source:
+    """What a call of ``_getdecoder`` is to decode.
+
+    Raises:
+        LeftAlone: it is not kept.
+    """
+    mode, name, args, extra = call
+    if name not in ("jpeg", "zip", "libtiff"):
+        raise LeftAlone(
+            _READ_AT_ONCE.get(image.format)
+            or _REASONS.get(name, f"it is a picture of PIL's decoder {name!r}")
+        )
+    if any(_is_replaced(image, read) for read in ("load_read", "load_seek")):
+        raise LeftAlone("its file is read by a method that is not PIL's")
+    if len(image.tile) != 1 or getattr(image, "tile_prefix", None):
+        raise LeftAlone("the picture has more than one tile")
+    if name in sys.modules["PIL.Image"].DECODERS:  # it may draw random numbers
+        raise LeftAlone(f"the program has a decoder of its own for {name!r}")
+    if mode not in _LINES:
+        raise LeftAlone(f"pixels of mode {mode}")
+    if name == "zip" and (getattr(image, "png", None) is None or image.is_animated):
+        raise LeftAlone("an animated PNG's frame is decoded onto another")
+    _, extents, offset, in_tile = image.tile[0]
+    if name == "libtiff":
+        args = in_tile  # without the descriptor, which is another each time
+    if extents is None or extents[:2] != (0, 0):
+        raise LeftAlone("the tile is not the whole picture")
+    path, status = _file_of(image)
+    more = (image._PngImageFile__idat,) if name == "zip" else ()  # what is left of the first chunk of pixels
+    identity = (mode, name, _plain(args), _plain(extra), extents, offset, image.decodermaxblock, *more)
+    return _Source(path, status, identity)
 
 
 def _is_replaced(image: Any, name: str) -> bool:
@@ -308,7 +314,8 @@ class _Decoder:
         if name == "jpeg":
             self._image.fp.seek(self._end)
         elif name == "zip":
-            _PNG.skip(self._image, self._end or 0)
+            for _ in range(self._end or 0):  # ``load`` goes on with the chunks that follow
+                self._image.load_read(self._image.decodermaxblock)
         return -1, 0
 
     def cleanup(self) -> Any:
@@ -342,7 +349,7 @@ def _decode(decoder: Any, image: Any, owner: Any) -> int:
     decoder.setimage(image, owner.tile[0][1])
     is_png = getattr(owner, "png", None) is not None
     file = _Reader(owner.fp)
-    read = _PNG.reader(owner, file) if is_png else file.read
+    read = _reader_of_png(owner, file) if is_png else file.read
     block, rest, reads = owner.decodermaxblock, b"", 0
     try:
         while True:
@@ -385,27 +392,15 @@ def _decode_libtiff(plain: Callable[..., Any], call: Call, image: Any, owner: An
     return 0
 
 
-class _PNG:
-    """The chunks of a PNG: its pixels are in some of them, one after another."""
+def _reader_of_png(image: Any, file: Any) -> Callable[[int], bytes]:
+    """``load_read`` of a copy of ``image`` that reads another file and changes nothing of the image.
 
-    @staticmethod
-    def state(image: Any) -> int:
-        """How much of the first chunk is left to read."""
-        return image._PngImageFile__idat  # type: ignore[no-any-return]
-
-    @staticmethod
-    def reader(image: Any, file: Any) -> Callable[[int], bytes]:
-        """``load_read`` of a copy of ``image`` that reads another file and changes nothing of the image."""
-        twin = object.__new__(type(image))
-        twin.__dict__.update(vars(image))
-        twin.fp = file
-        twin.png = copy.copy(image.png)
-        twin.png.fp = file
-        twin.png.queue = list(image.png.queue or ())
-        return twin.load_read  # type: ignore[no-any-return]
-
-    @staticmethod
-    def skip(image: Any, reads: int) -> None:
-        """Read what the decoder would have read: ``load`` goes on with what follows."""
-        for _ in range(reads):
-            image.load_read(image.decodermaxblock)
+    The pixels of a PNG are in some of its chunks, one after another.
+    """
+    twin = object.__new__(type(image))
+    twin.__dict__.update(vars(image))
+    twin.fp = file
+    twin.png = copy.copy(image.png)
+    twin.png.fp = file
+    twin.png.queue = list(image.png.queue or ())
+    return twin.load_read  # type: ignore[no-any-return]
