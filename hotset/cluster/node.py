@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import secrets
 import socket
@@ -59,8 +58,8 @@ def fingerprint_of(about: dict[str, Any]) -> bytes:
     Args:
         about: its metadata.
     """
-    text = json.dumps([about["fingerprint"], None])  # the second word was a window's
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    text = str(about["fingerprint"]).encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(text, digest_size=16).digest()
 
 
 class _Part(NamedTuple):
