@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Photographs", "build"]
 
+_QUALITY = 90  # of a JPEG
 _SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp"})
 
 
@@ -33,26 +34,22 @@ def build(
     folder: Path,
     count: int = 2000,
     size: int = 512,
-    quality: int = 90,
-    seed: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> Path:
     """Write ``count`` JPEGs, ``folder/<class>/<nnnn>.jpg``, and return ``folder``.
 
     Each is a square crop at a random place, its side random between half and the whole of the photograph's
     shorter side, resized to ``size`` by ``size`` pixels, RGB. The six classes share ``count`` evenly. Image
-    ``i`` depends on ``(seed, i)`` alone, so a smaller count is a prefix of a larger one.
+    ``i`` depends on ``i`` alone, so a smaller count is a prefix of a larger one.
 
     Args:
         folder: made if it is missing; files of the same names are overwritten.
         count: images in all, at least 1.
         size: side of an image in pixels.
-        quality: JPEG quality, 1 to 95.
-        seed: of the crops.
         progress: called in this thread with the number of images written so far.
 
     Raises:
-        ArgumentError: ``count`` or ``size`` below 1, or ``quality`` out of range.
+        ArgumentError: ``count`` or ``size`` below 1.
         ImportError: scikit-learn, scikit-image or Pillow is missing.
         OSError: no room in the folder, or no right to write there.
 
@@ -62,16 +59,14 @@ def build(
     """
     if count < 1 or size < 1:
         raise ArgumentError(f"count={count} and size={size} must both be at least 1.")
-    if not 1 <= quality <= 95:
-        raise ArgumentError(f"quality must be from 1 to 95, got {quality}.")
     sources = list(_bundled().items())
     for name, _ in sources:
         (folder / name).mkdir(parents=True, exist_ok=True)
 
     def write(i: int) -> None:
         name, photograph = sources[i % len(sources)]
-        crop = _crop(photograph, size, np.random.default_rng([seed, i]))
-        crop.save(folder / name / f"{i // len(sources):04d}.jpg", quality=quality)
+        crop = _crop(photograph, size, np.random.default_rng([0, i]))
+        crop.save(folder / name / f"{i // len(sources):04d}.jpg", quality=_QUALITY)
 
     # Threads, not processes: Pillow resizes and encodes without the GIL, threads start at once, and after
     # Ctrl-C it is enough to cancel the calls that have not begun.

@@ -60,16 +60,11 @@ def test_the_photographs_are_jpegs_of_the_size_asked_for_spread_over_six_classes
             assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (512, 512))
 
 
-def test_the_same_seed_builds_the_same_files_and_another_seed_others(
-    photographs: Path, tmp_path: Path
-) -> None:
+def test_the_same_files_are_built_each_time(photographs: Path, tmp_path: Path) -> None:
     again = contents(build(tmp_path / "again", count=12))
-    other = contents(build(tmp_path / "other", count=12, seed=1))
     full = contents(photographs)
     assert len(set(full.values())) == 60
     assert again == {name: full[name] for name in again}
-    assert set(other) == set(again)
-    assert not set(other.values()) & set(again.values())
 
 
 def test_building_reports_every_image_in_order(tmp_path: Path) -> None:
@@ -78,7 +73,7 @@ def test_building_reports_every_image_in_order(tmp_path: Path) -> None:
     assert seen == [1, 2, 3, 4, 5, 6, 7]
 
 
-@pytest.mark.parametrize("arguments", [{"count": 0}, {"size": 0}, {"quality": 0}, {"quality": 101}])
+@pytest.mark.parametrize("arguments", [{"count": 0}, {"size": 0}])
 def test_what_cannot_be_built_is_refused(arguments: dict[str, int], tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=next(iter(arguments))):
         build(tmp_path, **arguments)
