@@ -111,7 +111,7 @@ def _compressed(to: Describer, file: Any) -> None:
         _descriptor(to, file, descriptor, readable)
 
 
-def _descriptor(to: Describer, value: Any, descriptor: int, readable: bool = True) -> None:
+def _descriptor(to: Describer, value: Any, descriptor: int, readable: bool) -> None:
     """Describe an open file by its descriptor: another file may have its name by now."""
     about = os.fstat(descriptor)
     path = os.readlink(f"/proc/self/fd/{descriptor}")

@@ -795,8 +795,8 @@ def test_a_thread_that_waits_for_a_processor_is_told_so() -> None:
     try:
         os.sched_setaffinity(pid, core)
         os.sched_setaffinity(0, core)
-        begin = Clocks.now(queued=True)
-        while (taken := Clocks.now(queued=True).since(begin)).thread < 0.05:
+        begin = Clocks.now()
+        while (taken := Clocks.now().since(begin)).thread < 0.05:
             pass
     finally:
         os.sched_setaffinity(0, before)

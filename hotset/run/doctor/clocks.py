@@ -23,20 +23,20 @@ class Clocks(NamedTuple):
     """Seconds: of the wall, of this thread's processor time, of the process's.
 
     Attributes:
-        queued: in which the main thread could have run, but all processors were taken; 0.0 if that was not
-            read, or the kernel does not say it.
+        queued: in which the main thread could have run, but all processors were taken; 0.0 if the kernel does
+            not say it.
     """
 
     wall: float
     thread: float
     process: float
-    queued: float = 0.0
+    queued: float
 
     @classmethod
-    def now(cls, *, queued: bool = False) -> Clocks:
-        """The clocks; ``queued``, which is for the main thread, only if it is asked for."""
-        waited = _queued() if queued else 0.0
-        return cls(time.perf_counter(), time.thread_time(), time.process_time(), waited)
+    def now(cls) -> Clocks:
+        """The clocks, read in the main thread."""
+        queued = _queued()  # before the others, as it takes the longest
+        return cls(time.perf_counter(), time.thread_time(), time.process_time(), queued)
 
     def since(self, earlier: Clocks) -> Clocks:
         return Clocks(

@@ -207,7 +207,7 @@ class Loop:
             iterator: torch's.
             made: when it was made; None if that is not known.
         """
-        now = Clocks.now(queued=True)
+        now = Clocks.now()
         step, is_first = self._step, begins(iterator)
         was_alone = step is not None and step.stopped is not None
         if was_alone or is_first:  # the pass before may have been left after any batch
@@ -226,7 +226,7 @@ class Loop:
         if not self._left_out:
             self._clocks_rest.count(now.wall)
         if was_alone:
-            now = Clocks.now(queued=True)
+            now = Clocks.now()
         self._wait = _Wait(now.wall, now, is_first)
 
     def _count_step(self, step: _Step, now: Clocks) -> None:
@@ -244,7 +244,7 @@ class Loop:
         """The loop gets a batch."""
         if self._wait is None:
             return
-        now = Clocks.now(queued=True)
+        now = Clocks.now()
         self._count_batch(self._wait, now)
         self._step = _Step(now.wall, now, None)
         prepared = self._begin_alone(self._step, iterator, batch)
@@ -255,7 +255,7 @@ class Loop:
     def begin_step(self) -> None:
         """The step begins only now: what was done since the loop has got its batch is not the step's."""
         if self._step is not None:
-            now = Clocks.now(queued=True)
+            now = Clocks.now()
             self._step = _Step(now.wall, now, self._step.stopped)
 
     def _count_batch(self, wait: _Wait, now: Clocks) -> None:
