@@ -14,11 +14,22 @@ from hotset._warnings import printable
 from hotset.errors import ArgumentError
 from hotset.run.doctor.advice import as_json, judge
 from hotset.run.doctor.ending import end_program
-from hotset.run.doctor.ledger import DONE, INTERRUPTED, OURS, THREADS, TOLD, TRYING, Ledger
 from hotset.run.doctor.observed import Observed, empty_loader, read, training_processes
 from hotset.run.doctor.others import Others
 from hotset.run.doctor.text import lines
-from hotset.run.environment import WatchOptions, make_ledger, was_reached, watched_environment, why_full
+from hotset.run.environment import WatchOptions, watched_environment
+from hotset.run.ledger import (
+    DONE,
+    INTERRUPTED,
+    OURS,
+    REACHED,
+    THREADS,
+    TOLD,
+    TRYING,
+    Ledger,
+    make_ledger,
+    why_full,
+)
 from hotset.run.program import run_program
 
 __all__ = ["NO_LOADER", "doctor"]
@@ -96,7 +107,7 @@ def _no_loader(ledger: str, command: str) -> str:
     trouble = why_full(ledger)
     if trouble:
         return trouble
-    if not was_reached(ledger):
+    if not Ledger(ledger).has(REACHED):
         return (
             f"no Python process of {printable(command, 60)} was reached: it is not a Python program, hotset "
             "is not installed for its interpreter, or that ignores PYTHONPATH (python -I, -E or -S)."
@@ -185,7 +196,7 @@ class _Watcher:
             program,
             lambda: training_processes(self._folder),
             _say,
-            lambda: self._ledger.write(TOLD, ""),
+            lambda: self._ledger.mark(TOLD),
         )
 
     def _say_tries(self) -> None:

@@ -17,17 +17,8 @@ from typing import Any
 from hotset._warnings import printable
 from hotset.errors import ArgumentError
 from hotset.run import loader_wait
-from hotset.run.environment import (
-    JOB,
-    Options,
-    environment_for,
-    make_ledger,
-    never_imported,
-    read_left,
-    say_attached,
-    unreached,
-    was_reached,
-)
+from hotset.run.environment import JOB, Options, environment_for
+from hotset.run.ledger import ATTACHED, IMPORTED, REACHED, Ledger, make_ledger, read_left, unreached
 from hotset.run.program import run_program
 from hotset.run.report import Outcome, report
 from hotset.session.sessions import find
@@ -59,7 +50,11 @@ def run(options: Options, command: Sequence[str]) -> int:
         seconds = time.monotonic() - start
         if not job.attached:
             return status  # the program could not be started
-        unused = never_imported(ledger, options.functions)
+        unused = [
+            place
+            for place in options.functions
+            if not Ledger(ledger).has(f"{IMPORTED}{place.partition(':')[0]}")
+        ]
         left = {**read_left(ledger), **{(place, _UNUSED): 1 for place in unused}}
         outcome = Outcome(
             command=printable(shlex.join(command), 60),
@@ -68,7 +63,7 @@ def run(options: Options, command: Sequence[str]) -> int:
             left=left,
             waits=loader_wait.read_waits(ledger),
             unreached=unreached(ledger),
-            reached=was_reached(ledger),
+            reached=Ledger(ledger).has(REACHED),
         )
         sys.stderr.write("".join(f"{printable(line)}\n" for line in report(outcome)))
         return status
@@ -144,7 +139,7 @@ class _Job:
         except Exception as error:
             _say(f"the memos' store cannot be held here ({type(error).__name__}: {printable(str(error))}).")
         finally:
-            say_attached(self._ledger)
+            Ledger(self._ledger).mark(ATTACHED)
 
     def functions(self) -> list[tuple[str, Any]]:
         if self._thread is not None:

@@ -11,7 +11,8 @@
 
 ==================  ======================================================================================
 ``program``         starts the program, and ends as it ends
-``environment``     what the processes below find in their environment, and what they write to the ledger
+``environment``     what the processes below find in their environment
+``ledger``          the folder into which they write, and in which the command reads
 ``start``           as one of them starts: installs the hooks of ``hotset run`` and of ``hotset doctor``
 ``import_hook``     calls a hook when its module has been imported
 ``decoders``        the functions that are wrapped, and what makes two of their calls the same

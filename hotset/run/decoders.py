@@ -22,9 +22,10 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from hotset.run.environment import Options, imported, left_alone, options_here
+from hotset.run.environment import Options, options_here
 from hotset.run.import_hook import Hook
 from hotset.run.kept import File, Kept, before_fork, memo_of
+from hotset.run.ledger import IMPORTED, ledger_here, left_alone
 
 __all__ = [
     "TABLE",
@@ -156,7 +157,7 @@ def _replace_users(path: str, module: Any) -> None:
     """Memoise ``--memo module:function``: by all of its arguments, as ``hotset.memo`` does it."""
     import inspect
 
-    imported(module.__name__)
+    ledger_here().mark(f"{IMPORTED}{module.__name__}")
     *parents, name = path.split(".")
     try:
         owner = functools.reduce(getattr, parents, module)

@@ -20,14 +20,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from hotset._warnings import warnings_to
-from hotset.run.environment import (
-    Options,
-    is_slow,
-    left_alone,
-    options_here,
-    say_slow,
-    wait_for_store,
-)
+from hotset.run.environment import Options, options_here
+from hotset.run.ledger import SLOW, ledger_here, left_alone, wait_for_store
 from hotset.run.worth import Worth
 
 __all__ = ["File", "Kept", "NotKept", "attach", "before_fork", "close_memos", "is_computing", "memo_of"]
@@ -136,7 +130,7 @@ class Kept:
 
     def _leave(self) -> None:
         self._slow = True
-        say_slow(self.name)
+        ledger_here().mark(f"{SLOW}{self.name}")
 
     def prepare(self) -> None:
         """Make the memo."""
@@ -146,7 +140,7 @@ class Kept:
             try:
                 with warnings_to(self._note):
                     self._memo = memo_of(_stand_in(self.name), options_here() or Options(), key=self.name)
-                self._slow = is_slow(self.name)
+                self._slow = _is_slow(self.name)
             except Exception as error:
                 self._note(f"{type(error).__name__}: {error}")
                 self._memo = False
@@ -161,7 +155,7 @@ class Kept:
         """In a child: no thread holds the lock, and what other processes have found out counts."""
         self._lock = threading.Lock()
         self._worth = Worth()
-        self._slow = self._slow or is_slow(self.name)
+        self._slow = self._slow or _is_slow(self.name)
 
     def _note(self, sentence: str) -> None:
         left_alone(self.name, sentence)
@@ -310,6 +304,11 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
+
+
+def _is_slow(name: str) -> bool:
+    """Whether a process has noted that to keep what this function returns takes longer than that saves."""
+    return ledger_here().has(f"{SLOW}{name}")
 
 
 def _kind(value: Any) -> str:

@@ -18,8 +18,8 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from hotset.run.environment import LEDGER
 from hotset.run.import_hook import Hook
+from hotset.run.ledger import ledger_here
 
 __all__ = ["Observer", "WaitSums", "hooks", "read_waits"]
 
@@ -134,10 +134,10 @@ def _note(seconds: float, batches: float) -> None:
     global _row
     try:
         if _row is None or _row[0] != os.getpid():
-            _row = os.getpid(), _open(os.path.join(os.environ[LEDGER], f"wait-{os.getpid()}"))
+            _row = os.getpid(), _open(ledger_here().path(f"wait-{os.getpid()}"))
         waited, count = _FORM.unpack_from(_row[1])
         _FORM.pack_into(_row[1], 0, waited + seconds, count + batches)
-    except (OSError, KeyError, ValueError):
+    except (OSError, ValueError):
         pass
 
 

@@ -37,9 +37,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from hotset.run.decoders import LeftAlone, absolute, check_age
-from hotset.run.environment import left_alone
 from hotset.run.import_hook import Hook
 from hotset.run.kept import Kept, NotKept
+from hotset.run.ledger import left_alone
 
 __all__ = ["NAME", "hooks"]
 

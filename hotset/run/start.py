@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hotset.run import decoders, environment, loader_wait, pillow
+from hotset.run import decoders, loader_wait, pillow
+from hotset.run.environment import options_here, watch_options_here
 from hotset.run.import_hook import AfterImport, Hook
+from hotset.run.ledger import REACHED, Ledger, ledger_here, left_alone
 
 __all__ = ["start"]
 
@@ -20,13 +22,15 @@ def start() -> None:
         hooks.setdefault(module, []).append(hook)
     if not hooks:
         return
-    environment.reached()
+    watched = watch_options_here()
+    for ledger in (ledger_here(), *([Ledger(watched.ledger)] if watched else [])):
+        ledger.mark(REACHED)
     AfterImport({module: _each(found) for module, found in hooks.items()}).install()
 
 
 def _hooks() -> Iterator[tuple[str, Hook]]:
     """The hooks for the command that runs this process; none if neither of the two does."""
-    watched, options = environment.watch_options_here(), environment.options_here()
+    watched, options = watch_options_here(), options_here()
     observers: list[loader_wait.Observer] = []
     if options is not None:
         yield from decoders.hooks(options.functions)
@@ -51,6 +55,6 @@ def _each(hooks: list[Hook]) -> Hook:
             except Exception as error:
                 # The module is of a version that the hook does not know: the program runs without it.
                 name = getattr(module, "__name__", "?")
-                environment.left_alone(name, f"{type(error).__name__} as it was wrapped: {error}")
+                left_alone(name, f"{type(error).__name__} as it was wrapped: {error}")
 
     return hook

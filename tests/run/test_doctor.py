@@ -30,14 +30,14 @@ from hotset.loader.batch_order import whole_epoch
 from hotset.policy.throughput import Fetch, Step
 from hotset.run.doctor.advice import as_json, judge
 from hotset.run.doctor.clocks import Clocks
-from hotset.run.doctor.ledger import Ledger
 from hotset.run.doctor.loop import LoaderSettings, StepLength, step_alone
 from hotset.run.doctor.observed import Decoder, Observed, read
 from hotset.run.doctor.stand_in import StandIn
 from hotset.run.doctor.text import lines
 from hotset.run.doctor.trial import in_fork
 from hotset.run.doctor.watch import Watch
-from hotset.run.environment import WatchOptions, make_ledger, watched_environment
+from hotset.run.environment import WatchOptions, watched_environment
+from hotset.run.ledger import Ledger, make_ledger
 
 # Draws in the loop and in the dataset; prints the sums, so that runs can be compared.
 TRAINING = """

@@ -8,7 +8,6 @@
 ``worker_watch``    what it knows of a process as far as that makes batches, with ``fetching``
 ``training_watch``  and as far as that trains, with ``loop``
 ``finish``          in the process that trains: when watching ends, and what follows
-``ledger``          the folder into which those processes write, and in which ``hotset doctor`` reads
 ``decoding``        the clocks around decoders
 ``trial``           in a fork of the program, at the end: what a cache of its dataset holds and gives
 ``run_trial``       in the same fork: what ``hotset run`` gives

@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hotset.run.doctor.ledger import DONE, INTERRUPTED, TOLD, TRIAL, TRYING, Ledger
 from hotset.run.doctor.loop import workers_of
 from hotset.run.doctor.training_watch import TrainingWatch
 from hotset.run.environment import WatchOptions
+from hotset.run.ledger import DONE, INTERRUPTED, TOLD, TRIAL, TRYING, Ledger
 
 __all__ = ["Finish", "say_done"]
 
@@ -76,7 +76,7 @@ class Finish:
             return
         interrupted = error is not None and issubclass(error, KeyboardInterrupt)
         if interrupted:
-            self._ledger.write(INTERRUPTED, "")
+            self._ledger.mark(INTERRUPTED)
         with contextlib.suppress(Exception):  # the program has ended well
             self._stop(None)
         if interrupted and raises:
@@ -93,7 +93,7 @@ class Finish:
         if not self._stop_watching():
             return False
         found = self._training.end()
-        if found is None or not self._ledger.is_first(TRYING):
+        if found is None or not self._ledger.mark(TRYING):
             return False
         main, settings = found
         workers = workers_of(iterator)
@@ -119,7 +119,7 @@ def say_done(options: WatchOptions) -> None:
     on, as after Ctrl-C.
     """
     ledger = Ledger(options.ledger)
-    ledger.write(DONE, "")
+    ledger.mark(DONE)
     begin = time.monotonic()
     while options.ends and not ledger.has(TOLD) and time.monotonic() < begin + _SIGNAL_SECONDS:
         time.sleep(_LOOK_SECONDS)

@@ -35,9 +35,10 @@ from typing import Any, NamedTuple
 
 from hotset.run.doctor.clocks import Clocks, Rests, Sums
 from hotset.run.doctor.fetching import Fetching
-from hotset.run.doctor.ledger import Ledger
+from hotset.run.ledger import Ledger
 
 __all__ = [
+    "LEAST_BATCHES",
     "ONE_THREAD",
     "LoaderSettings",
     "Loop",
@@ -49,6 +50,7 @@ __all__ = [
     "workers_of",
 ]
 
+LEAST_BATCHES = 3  # that a loop must have taken, without the first of each worker, to be judged
 _ALONE_STEPS, _ALONE_SHARE = 8, 0.01
 _LEAST_ALONE = 3
 _LONGEST_ALONE_SECONDS = 2.0  # a longer step is not measured alone

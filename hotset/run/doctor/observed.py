@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hotset.policy.throughput import Fetch, Step
-from hotset.run.doctor.ledger import LEAST_BATCHES, TRIAL, WATCHED
-from hotset.run.doctor.loop import StepLength, step_alone
+from hotset.run.doctor.loop import LEAST_BATCHES, StepLength, step_alone
+from hotset.run.ledger import TRIAL, WATCHED
 
 __all__ = ["Decoder", "Observed", "decodes_any", "empty_loader", "read", "training_processes"]
 

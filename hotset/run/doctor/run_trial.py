@@ -26,8 +26,9 @@ from hotset.run.doctor.decoding import keep_decoders
 from hotset.run.doctor.loop import LoaderSettings
 from hotset.run.doctor.measured import LEAST_BATCHES, WORKER_SECONDS, MeasuredLoader, seconds_of, sentence_of
 from hotset.run.doctor.stand_in import StandIn
-from hotset.run.environment import LEDGER, Options, read_left, say_attached, watch_options_here
+from hotset.run.environment import LEDGER, Options, watch_options_here
 from hotset.run.kept import attach
+from hotset.run.ledger import ATTACHED, Ledger, read_left
 
 __all__ = ["try_run"]
 
@@ -47,7 +48,7 @@ def try_run(settings: LoaderSettings, step: StandIn | None, found: dict[str, Any
     if options is None:
         return
     os.environ[LEDGER] = options.ledger
-    say_attached(options.ledger)  # else the store would be waited for
+    Ledger(options.ledger).mark(ATTACHED)  # else the store would be waited for
     store = attach(Options())
     try:
         with keep_decoders():

@@ -12,9 +12,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from hotset.run.doctor.ledger import LEAST_BATCHES, THREADS, Ledger
-from hotset.run.doctor.loop import LoaderSettings, Loop, begins, facts_of
+from hotset.run.doctor.loop import LEAST_BATCHES, LoaderSettings, Loop, begins, facts_of
 from hotset.run.doctor.worker_watch import WorkerWatch
+from hotset.run.ledger import THREADS, Ledger
 
 __all__ = ["TrainingWatch"]
 
@@ -37,7 +37,7 @@ class TrainingWatch:
             return True
         if not self._has_threads:
             self._has_threads = True
-            self._ledger.write(THREADS, "")
+            self._ledger.mark(THREADS)
         return False
 
     def before(self, iterator: Any, made: float | None) -> Loop:

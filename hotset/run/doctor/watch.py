@@ -25,12 +25,12 @@ from typing import Any
 
 from hotset.run.doctor import decoding
 from hotset.run.doctor.finish import Finish, say_done
-from hotset.run.doctor.ledger import MEMORY, OURS, TRIAL, TRYING, WATCHED, Ledger
 from hotset.run.doctor.loop import Loop, begins
 from hotset.run.doctor.training_watch import TrainingWatch
 from hotset.run.doctor.worker_watch import Resting, WorkerWatch
 from hotset.run.environment import WatchOptions
 from hotset.run.import_hook import Hook
+from hotset.run.ledger import MEMORY, OURS, TRIAL, TRYING, WATCHED, Ledger
 
 __all__ = ["Watch", "install", "installed"]
 
@@ -85,7 +85,7 @@ class _Process:
         if os.getpid() != self.pid or self._ledger.has(TRYING):
             return  # a worker that was stopped for the trial has a fetch as long as that
         # Of workers that live shortly one is enough: the kernel takes milliseconds to say their memory.
-        remembers = last and self.worker.fetching.is_unread and self._ledger.is_first(MEMORY)
+        remembers = last and self.worker.fetching.is_unread and self._ledger.mark(MEMORY)
         fetching = self.worker.fetching.to_json(memory=remembers)
         loops = self.training.to_json()
         if fetching or loops:
@@ -179,7 +179,7 @@ class Watch:
         ours = type(getattr(iterator, "_dataset", None)).__module__.startswith("hotset.loader.")
         if ours and not self._said:
             self._said = True
-            Ledger(self._options.ledger).write(OURS, "")
+            Ledger(self._options.ledger).mark(OURS)
         return ours
 
     def _end_watching(self, error: Exception) -> None:
