@@ -3,7 +3,7 @@
 ::
 
     hotset-<session>              the directory: one, anywhere; restarted with its machine's death
-    hotset-<session>-<node>       a node: one on each machine of the Ray cluster, bound to it
+    hotset-<session>:<node>       a node: one on each machine of the Ray cluster, bound to it
 
 The directory starts the nodes, of machines that join later too. All are detached, as the session outlives its
 jobs: they are there until the session is stopped, or the Ray cluster ends. They take no CPU of Ray's.
@@ -138,4 +138,4 @@ def directory_name(session: str) -> str:
 
 
 def node_name(session: str, node: str) -> str:
-    return f"hotset-{session}-{node[:16]}"
+    return f"{directory_name(session)}:{node[:16]}"  # no session has a colon in its name

@@ -221,7 +221,7 @@ def stop(address: str, session: str) -> int:
     ray.kill(directory)  # first, or it would start the nodes anew
     asked = {}
     for name in _names(ray):
-        if name.rpartition("-")[0] == directory_name(session):
+        if name.startswith(node_name(session, "")):
             with contextlib.suppress(ValueError):  # it has just ended
                 node = ray.get_actor(name, namespace=NAMESPACE)
                 asked[name] = node, node.destroy.remote()
@@ -231,7 +231,7 @@ def stop(address: str, session: str) -> int:
         try:
             freed += ray.get(answer, timeout=max(deadline - time.monotonic(), 0.1))
         except ray.exceptions.GetTimeoutError:
-            late.append(name.rpartition("-")[2])
+            late.append(name.rpartition(":")[2])
         except Exception:  # its machine is gone, and the memory with it
             pass
         with contextlib.suppress(Exception):
@@ -252,8 +252,7 @@ def sessions(address: str) -> list[str]:
         ClusterError: it cannot be reached.
     """
     names = _names(_connect(address))
-    nodes = {name for name in names if name.rpartition("-")[0] in names}
-    return [name.removeprefix(directory_name("")) for name in names if name not in nodes]
+    return [name.removeprefix(directory_name("")) for name in names if ":" not in name]
 
 
 def _names(ray: Any) -> list[str]:

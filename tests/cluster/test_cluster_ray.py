@@ -318,9 +318,9 @@ def test_a_machine_that_does_not_say_that_it_is_freed_is_named_and_ended_all_the
 ) -> None:
     killed: list[str] = []
     answers: dict[str, Any] = {
-        "hotset-one-aa": 100,
-        "hotset-one-bb": TimeoutError(),
-        "hotset-one-cc": OSError(),
+        "hotset-one:aa": 100,
+        "hotset-one:bb": TimeoutError(),
+        "hotset-one:cc": OSError(),
     }
 
     def get(answer: Any, timeout: float) -> Any:
@@ -333,7 +333,8 @@ def test_a_machine_that_does_not_say_that_it_is_freed_is_named_and_ended_all_the
             name=name, destroy=types.SimpleNamespace(remote=lambda: answers.get(name))
         )
 
-    there = [{"name": name, "namespace": joining.NAMESPACE} for name in [*answers, "hotset-other-aa"]]
+    names = [*answers, "hotset-one-more", "hotset-one-more:aa", "hotset-other:aa"]  # of three sessions
+    there = [{"name": name, "namespace": joining.NAMESPACE} for name in names]
     fake = types.SimpleNamespace(
         util=types.SimpleNamespace(list_named_actors=lambda all_namespaces: there),
         exceptions=types.SimpleNamespace(GetTimeoutError=TimeoutError),
@@ -347,9 +348,10 @@ def test_a_machine_that_does_not_say_that_it_is_freed_is_named_and_ended_all_the
     assert "(Ray's nodes bb)" in found.text
     assert "hotset session destroy one" in found.text
     assert is_a_sentence(found.text)
-    assert sorted(killed) == ["hotset-one", "hotset-one-aa", "hotset-one-bb", "hotset-one-cc"]
-    answers["hotset-one-bb"] = 11
+    assert sorted(killed) == ["hotset-one", "hotset-one:aa", "hotset-one:bb", "hotset-one:cc"]
+    answers["hotset-one:bb"] = 11
     assert joining.stop("auto", "one") == 111
+    assert joining.sessions("auto") == ["one-more"]
 
 
 def with_a_node(monkeypatch: pytest.MonkeyPatch) -> list[int]:
