@@ -21,6 +21,7 @@ directory, the working directory and its parents.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import stat
@@ -178,14 +179,13 @@ def _spread(items: Sequence[str], count: int) -> Sequence[str]:
 
 def _inside(folders: Iterable[str], known: Sequence[str], notes: list[str]) -> list[str]:
     """The files in the folders that hold no known file, sorted; adds a note for each folder left out."""
-    here = Path(os.path.abspath(os.curdir))
-    busy = {here, *here.parents, Path(os.path.expanduser("~")), Path(tempfile.gettempdir())}
+    busy = _busy()
     prefixes = {parent for path in known for parent in _parents(path)}
     found: list[str] = []
     for folder in folders:
         if folder.rstrip("/") in prefixes:
             continue
-        if Path(folder).resolve() in busy:
+        if _whole(folder) in busy:
             if folder.strip("./"):  # otherwise it is most likely a separator or a suffix
                 notes.append(f"the files in {folder} were not compared: other programs write there")
             continue
@@ -195,6 +195,25 @@ def _inside(folders: Iterable[str], known: Sequence[str], notes: list[str]) -> l
             notes.append(f"of the files in {folder} only the first {len(found) - before:,} were compared")
             break
     return found
+
+
+def _busy() -> set[Path]:
+    """Folders in which other programs write."""
+    busy = {Path(os.path.expanduser("~"))}
+    with contextlib.suppress(OSError):  # the working folder was removed
+        here = Path.cwd()
+        busy |= {here, *here.parents}
+    with contextlib.suppress(OSError):  # there is no folder for temporary files that can be written to
+        busy.add(Path(tempfile.gettempdir()))
+    return busy
+
+
+def _whole(folder: str) -> Path:
+    """The folder's path from the root; of one that is relative to a folder that was removed, as it is."""
+    try:
+        return Path(folder).resolve()
+    except OSError:
+        return Path(folder)
 
 
 def _parents(path: str) -> Iterable[str]:

@@ -302,9 +302,8 @@ def refuse_dtype(value: Carrier) -> None:
 def refuse_tensor(value: torch.Tensor) -> None:
     """Raise SchemaMismatch for a tensor that bytes alone do not describe."""
     if value.device.type != "cpu" or value.layout != torch.strided or value.is_quantized or value.is_nested:
-        raise SchemaMismatch(
-            f"a {value.layout} tensor on {value.device}; only dense ones on the CPU are cached"
-        )
+        kind = "nested" if value.is_nested else "quantized" if value.is_quantized else value.layout
+        raise SchemaMismatch(f"a {kind} tensor on {value.device}; only dense ones on the CPU are cached")
     if value.requires_grad:
         raise SchemaMismatch("a tensor that requires a gradient; detach it to have it cached")
     if vars(value):

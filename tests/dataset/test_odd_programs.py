@@ -254,3 +254,17 @@ def test_what_a_program_gets_is_what_it_gets_without_a_cache(
         found = epochs(kind, program, cached, workers)
         assert cached.check() == []
     assert same(found, expected, across=True) is None
+
+
+def test_a_working_folder_that_was_removed_is_none_of_the_caches_business(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "job").mkdir()
+    monkeypatch.chdir(tmp_path / "job")
+    (tmp_path / "job").rmdir()
+    rows = [{"folder": ".", "number": number} for number in range(8)]
+    with hotset.cache(rows, memory="1MiB") as cached:
+        for _ in range(2):
+            numbers = [batch["number"].tolist() for batch in hotset.DataLoader(cached, batch_size=4)]
+            assert numbers == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert cached.stats().hits == 8

@@ -338,7 +338,10 @@ MISFITS: dict[str, tuple[Any, str]] = {
     "another library": (_image(np.zeros((2, 3), np.float32)), "['image']: ndarray instead of"),
     "a parameter": (_image(torch.nn.Parameter(torch.zeros(2, 3))), "['image']: Parameter instead of"),
     "a gradient": (_image(torch.zeros(2, 3, requires_grad=True)), "['image']: a tensor that requires"),
-    "a sparse tensor": (_image(torch.zeros(2, 3).to_sparse()), "only dense ones on the CPU"),
+    "a sparse tensor": (
+        _image(torch.zeros(2, 3).to_sparse()),
+        "a torch.sparse_coo tensor on cpu; only dense ones",
+    ),
     "a meta tensor": (_image(torch.zeros(2, 3, device="meta")), "only dense ones on the CPU"),
     "a missing key": ({"image": FIRST["image"], "meta": FIRST["meta"]}, "the sample: other keys"),
     "one key more": (FIRST | {"more": 1}, "the sample: other keys"),
