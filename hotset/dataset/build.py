@@ -36,7 +36,7 @@ from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.spill_folder import checked_folder, spill_to
 from hotset.dataset.stream_source import StreamSource, is_stream
 from hotset.dataset.window import Window
-from hotset.determinism.declare import declared
+from hotset.determinism.declare import declaration_of, declared
 from hotset.determinism.outside import has
 from hotset.errors import SegmentError, UnsupportedPlatform
 from hotset.session.find_or_create import (
@@ -281,7 +281,7 @@ def _warn_of_epochs(dataset: Any, key: str | None) -> None:
     )
     warn(
         f"{name} has a set_epoch, so its samples may change from epoch to epoch, {then}: move what changes "
-        f"to transform=, or if no sample changes, declare it: hotset.deterministic({name})."
+        f"to transform=, or if no sample changes, declare it: {declaration_of(dataset)}."
     )
 
 

@@ -61,7 +61,7 @@ from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.stats import Stats, stats_of
 from hotset.dataset.stream_source import StreamSource
 from hotset.dataset.transform_attributes import CopiedAttributes, names_transforms
-from hotset.determinism.declare import declared
+from hotset.determinism.declare import declaration_of, declared
 from hotset.determinism.outside import has
 from hotset.errors import ArgumentError, SegmentError
 from hotset.store.claims import Ids
@@ -244,8 +244,7 @@ class CachedDataset(DatasetProxy[T]):
         )
 
     def _if_independent(self) -> str:
-        kind = type(self._dataset).__name__
-        return f"if no sample depends on it, declare it: hotset.deterministic({kind})"
+        return f"if no sample depends on it, declare it: {declaration_of(self._dataset)}"
 
     def __getitem__(self, index: Any) -> Any:
         try:

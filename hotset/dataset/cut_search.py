@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from hotset.dataset.cut_check import differs_when_cut
 from hotset.dataset.pipeline import UNUSED, Chain, Cuts, Pipeline, SamplePath
 from hotset.dataset.recorder import RecordedSamples, Recorder, find_paths, passes_shared_objects, recorded
 from hotset.dataset.transform_attributes import TRANSFORM_NAMES, with_transforms
@@ -98,7 +99,11 @@ def choose(pipeline: Pipeline, limit: float, strict: bool, user_cut: int | None)
     try:
         found = _CutSearch(pipeline, strict)
         found.judge()
-        return found.choose(limit, user_cut)
+        choice = found.choose(limit, user_cut)
+        if differs_when_cut(pipeline, choice.cuts, found.indices):
+            found.keep_all_whole()
+            choice = found.choose(limit, user_cut)
+        return choice
     finally:
         generators.restore()
 
@@ -159,12 +164,33 @@ class _CutSearch:
         """The first sample that was read, or the exception in its place; None if none was read."""
         return self._reads.samples[0] if self._reads.samples else None
 
+    @property
+    def indices(self) -> list[int]:
+        """Of the samples that were read."""
+        return self._reads.indices
+
     # ---- judging -------------------------------------------------------------------------------------
 
     def judge(self) -> None:
         """Judge all chains, in the order in which they are applied."""
         for number in range(len(self._pipeline.attributes)):
             self._own.append(self._judge_own(number))
+        self._judge_given()
+
+    def keep_all_whole(self) -> None:
+        """Keep all of the dataset's own chains whole, as samples differ when they are cut.
+
+        Raises:
+            NotCacheable: see :meth:`_keep_whole`.
+        """
+        for number, own in enumerate(self._own):
+            if own.calls and not own.whole:
+                why = (
+                    f"{self._class_name} gives other samples if its {self._pipeline.attributes[number].name} "
+                    "runs after the rest of the reading (it sets a seed for it, puts a generator back, or "
+                    "looks at what it returns)"
+                )
+                self._own[number] = self._keep_whole(own, number, why, leaves(own.chain), own.values)
         self._judge_given()
 
     def _judge_own(self, number: int) -> _ChainFindings:

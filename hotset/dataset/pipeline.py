@@ -39,6 +39,7 @@ from hotset.errors import ArgumentError, NotCacheable
 
 __all__ = [
     "UNUSED",
+    "ApplyAt",
     "Chain",
     "Cuts",
     "Pipeline",

@@ -24,12 +24,14 @@ __all__ = ["RecordedSamples", "Recorder", "find_paths", "passes_shared_objects",
 
 _SAMPLES = 4
 _READ_SECONDS = 0.25
+_MOST_TIMES = 500  # in a row with one value: crops of one picture are some tens
 
 
 class Recorder(Chain):
     """Replaces a dataset's own chain while a sample is read, and records its inputs and outputs.
 
-    It always returns a copy, as the dataset may process the output further in place.
+    It always returns a copy, as the dataset may process the output further in place. A dataset that calls its
+    chain with one value until it likes what a random transform made of it would never end: it gets an error.
 
     Attributes:
         inputs: for each call the value, or :class:`Values`.
@@ -48,6 +50,8 @@ class Recorder(Chain):
         self.digests: list[dict[str, bytes]] = []
         self.first_called = self.last_called = 0
         self.seconds = 0.0
+        self._last: Any = None
+        self._times_last = 0
 
     @property
     def irregular(self) -> bool:
@@ -58,6 +62,12 @@ class Recorder(Chain):
         if named or not values:
             self.keyword_calls.append(named)
             raise TypeError("called with keywords")
+        if values[0] is self._last:
+            self._times_last += 1
+            if self._times_last > _MOST_TIMES:
+                raise RuntimeError("called again and again with one value")
+        else:
+            self._last, self._times_last = values[0], 1
         self.last_called = time.perf_counter_ns()
         self.first_called = self.first_called or self.last_called
         self.inputs.append(values[0] if len(values) == 1 else Values(values))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.utils.data import Subset
+from torch.utils.data import ConcatDataset, Subset
 
 from hotset.dataset.format_transform import columns_with_gaps, format_of
 from hotset.dataset.pipeline import Source
-from hotset.determinism.declare import declared
+from hotset.dataset.transform_attributes import transform_attributes_of
+from hotset.determinism.declare import declaration_of, declared
 from hotset.determinism.equality import content_digests, same
 from hotset.determinism.probe import Probe, probe
 from hotset.determinism.rng import Generators
@@ -71,15 +72,22 @@ def _judge(dataset: Any, source: Source, probed: Probe) -> tuple[list[str], bool
         raise NotCacheable(
             f"reading a sample of {kind} moves a random number generator ({'; '.join(seen)}), though two "
             "readings were alike. If samples depend on what is drawn, move that part to transform=[...]; if "
-            f"none does (it seeds the generator, or throws away what it draws), declare it: "
-            f"hotset.deterministic({kind})."
+            "none does (it seeds the generator, or throws away what it draws), declare it: "
+            f"{declaration_of(dataset)}."
         )
     raise NotCacheable(
         f"{kind} returns another sample each time ({'; '.join(seen)}), and a cache would repeat one draw in "
-        "all epochs. Move the random part to transform=[...], after the part to be cached; or keep what its "
-        "decoder returns, with hotset.memo; or, if the differences do not matter, declare it: "
-        f"hotset.deterministic({kind})."
+        f"all epochs. {_parts_first(dataset)} the random part to transform=[...], after the part to be "
+        "cached; or keep what its decoder returns, with hotset.memo; or, if the differences do not matter, "
+        f"declare it: {declaration_of(dataset)}."
     )
+
+
+def _parts_first(dataset: Any) -> str:
+    """Begins the advice: the parts of a ConcatDataset can be cut where the whole cannot."""
+    if type(dataset) is not ConcatDataset or not any(map(transform_attributes_of, dataset.datasets)):
+        return "Move"
+    return "Cache its parts, as their transforms differ: ConcatDataset([hotset.cache(part), ...]). Or move"
 
 
 def _changes_in_place(dataset: Any, indices: Sequence[int]) -> bool:
@@ -124,7 +132,7 @@ def _judge_batches(dataset: Any, source: Source) -> None:
             f"{kind}.__getitems__ returns other samples than {kind}.__getitem__, or draws random numbers; "
             "torch's loader uses the first, the cache the second. Let both return the same, and move what is "
             "computed from a whole batch to collate_fn; or, if the differences do not matter, declare it: "
-            f"hotset.deterministic({kind})."
+            f"{declaration_of(dataset)}."
         )
 
 

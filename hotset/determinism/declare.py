@@ -29,10 +29,18 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeVar, cast
 
 from hotset.determinism.batch_transform import TakesBatches
+from hotset.determinism.code_dependencies import is_users
 from hotset.determinism.outside import is_a
 from hotset.errors import ArgumentError
 
-__all__ = ["Declaration", "DeclaredCallable", "declared", "deterministic", "nondeterministic"]
+__all__ = [
+    "Declaration",
+    "DeclaredCallable",
+    "declaration_of",
+    "declared",
+    "deterministic",
+    "nondeterministic",
+]
 
 Declaration = Literal["deterministic", "nondeterministic"]
 T = TypeVar("T")
@@ -134,6 +142,17 @@ def declared(obj: Any) -> Declaration | None:
     if mark.kind == "deterministic" and _mark_of(_static(obj, "__wrapped__")) is mark:
         return None
     return mark.kind
+
+
+def declaration_of(dataset: object) -> str:
+    """How to declare a dataset: its class if that is the user's, for a library's has other instances too.
+
+    Example:
+        >>> from torch.utils.data import TensorDataset
+        >>> declaration_of(TensorDataset())
+        'hotset.deterministic(dataset)'
+    """
+    return f"hotset.deterministic({type(dataset).__name__ if is_users(dataset) else 'dataset'})"
 
 
 def _declare(obj: T, kind: Declaration) -> T:

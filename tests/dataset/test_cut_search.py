@@ -640,3 +640,105 @@ def test_live_transforms_are_measured_and_leave_no_trace() -> None:
     assert live.calls == 0
     assert live.generator.bit_generator.state == np.random.default_rng(3).bit_generator.state
     assert rng_states() == before
+
+
+class Crop:
+    """Adds a random number, in place of torchvision's RandomCrop."""
+
+    def __call__(self, picture: torch.Tensor) -> torch.Tensor:
+        return picture + torch.randint(1000, ())
+
+
+class Around(Dataset[Any]):
+    """Does something around its own random chains, which a cut would move behind it."""
+
+    def __init__(self) -> None:
+        self.transform = Crop()
+        self.target_transform = Crop()
+
+    def __len__(self) -> int:
+        return N
+
+
+class SeedsByIndex(Around):
+    def __getitem__(self, index: int) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(index)
+            return self.transform(torch.full((2,), index))
+
+
+class DrawsASeed(Around):
+    def __getitem__(self, index: int) -> Any:
+        seed = np.random.randint(2**31)
+        torch.manual_seed(seed)
+        picture = self.transform(torch.full((2,), index))
+        torch.manual_seed(seed)
+        return picture, self.target_transform(torch.full((2,), index))
+
+
+class PutsTheGeneratorBack(Around):
+    def __getitem__(self, index: int) -> Any:
+        state = torch.get_rng_state()
+        picture = self.transform(torch.full((2,), index))
+        torch.set_rng_state(state)
+        return picture, self.target_transform(torch.full((2,), index))
+
+
+class TriesAgain(Around):
+    def __getitem__(self, index: int) -> Any:
+        whole = torch.full((2,), index)
+        picture = self.transform(whole)
+        while int(picture[0]) % 4:
+            picture = self.transform(whole)
+        return picture
+
+
+class TriesUntilItIsRandom(Around):
+    def __getitem__(self, index: int) -> Any:
+        whole = torch.full((2,), index)
+        while True:
+            picture = self.transform(whole)
+            if not torch.equal(picture, whole):
+                return picture
+
+
+@pytest.mark.parametrize(
+    "kind", [SeedsByIndex, DrawsASeed, PutsTheGeneratorBack, TriesAgain, TriesUntilItIsRandom]
+)
+def test_a_chain_is_not_cut_if_samples_are_others_when_it_runs_later(kind: type[Around]) -> None:
+    dataset = kind()
+    held, states = dict(vars(dataset)), rng_states()
+    with pytest.raises(hotset.NotCacheable):
+        hotset.cache(dataset, memory="1MiB")
+    assert vars(dataset) == held
+    assert rng_states() == states
+
+
+def test_a_chain_whose_seed_is_the_sample_is_cached_whole_if_it_is_declared() -> None:
+    with hotset.cache(hotset.deterministic(SeedsByIndex()), memory="1MiB") as cached:
+        equal_batches(epochs(cached), epochs(SeedsByIndex()))
+        assert cached.stats().hits == N
+
+
+def test_the_parts_of_a_concat_dataset_with_other_chains_are_to_be_cached_alone() -> None:
+    parts = [Both(Crop()), Both(Crop(), blur_label)]
+    with pytest.raises(hotset.NotCacheable, match=r"Cache its parts"):
+        hotset.cache(ConcatDataset(parts), memory="1MiB")
+    cached = [hotset.cache(part, memory="1MiB") for part in parts]
+    equal_batches(epochs(ConcatDataset(cached)), epochs(ConcatDataset(parts)))
+
+
+def test_a_library_dataset_is_declared_by_the_object_and_not_by_its_class() -> None:
+    rows = Subset(Draws(), range(N))
+    with pytest.raises(hotset.NotCacheable, match=r"hotset\.deterministic\(dataset\)"):
+        hotset.cache(rows, memory="1MiB")
+    with pytest.raises(hotset.NotCacheable, match=r"hotset\.deterministic\(Draws\)"):
+        hotset.cache(Draws(), memory="1MiB")
+
+
+class Draws(Dataset[Any]):
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> float:
+        return index + random.random()
