@@ -64,6 +64,9 @@ _BUFFERS = 4
 _BUFFERS_EACH = 2
 _WAITING_EACH = 16
 _AT_ONCE = 64  # requests read in one go, between looks at which clients want to be let in
+# Bytes of a frame. Smaller ones are copied once more, which costs less than a tracker: pyzmq wakes a thread
+# of its own when the frame has left. (The default, 64 KiB, is just below 64 records of 1 KB.)
+_COPIED = 128 << 10
 _ANY_PORT = "*"
 
 
@@ -197,6 +200,7 @@ class RecordServer:
         where = f"tcp://{f'[{address}]' if ':' in address else address}:"
         self._socket = open_socket(self._context, zmq.ROUTER, where)
         self._socket.router_mandatory = True
+        self._socket.copy_threshold = _COPIED
         self._key_socket: Any = None
         try:
             if keys is not None:
