@@ -48,7 +48,6 @@ class EpochSummary:
         self._filling = self._begin, self._stored()  # when that was looked at last, and how many were stored
         self._seconds: float | None = None
         self._hit_rate: float | None = None
-        self._followed = False  # whether samples from a stream follow those from the cache
 
     def _served(self) -> tuple[int, int]:
         served = [current_of(cached).access.served() for cached in self._caches]
@@ -79,14 +78,11 @@ class EpochSummary:
         if time.perf_counter() - self._filling[0] >= _FILLING_SECONDS:
             self._tell_of_filling()
         if self.batches == self.batches_expected:
-            self._followed = False
             self._end()  # a consumer that knows the length may not ask for a batch after the last
 
     def _end(self) -> None:
         """End the pass: from now on the figures do not change."""
-        if self._followed:
-            self._followed = False  # the first of its two parts has ended
-        elif self._seconds is None:
+        if self._seconds is None:
             self._hit_rate = self.hit_rate
             self._tell()
             self._seconds = time.perf_counter() - self._begin

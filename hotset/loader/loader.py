@@ -190,12 +190,12 @@ class DataLoader(TorchDataLoader[T]):
     def _begin(self, run: EpochProgress, batches: Any) -> Any:
         """Begin a pass, or the rest of one, over these batches."""
         self._pass = run
-        run.begin(self._header())
         run.watch = tuple(each.window.raise_errors for each in self._windows() if each.window)
         self._workers_begun = True
         route = self._route()
         summary = EpochSummary(run.number, _length(self), route.caches if route is not None else [])
         self.last_epoch = summary
+        run.begin(self._header(), summary)
         if route is not None and self.num_workers:
             for cached in route.caches:
                 fill_for_workers(cached)
@@ -205,19 +205,16 @@ class DataLoader(TorchDataLoader[T]):
             ended = passes_of(self._stream).ended if self._stream is not None else None
             sizes = self._recorded.sizes if self._recorded is not None else None
             measured = self.batch_size is not None and self.collate_fn is default_collate
-            return TorchBatches(batches_of_torch, run, sizes, size, summary, ended=ended, measured=measured)
-        batches_of_cache = self._from_cache(route, run, batches, summary)
+            return TorchBatches(batches_of_torch, run, sizes, size, ended=ended, measured=measured)
+        batches_of_cache = self._from_cache(route, run, batches)
         left = passes_of(self._stream).rest() if self._stream is not None else None
         if self._stream is None or left is None:
             return batches_of_cache
         skip = max(run.batches - len(self._order), 0)
-        summary._followed = True
-        rest = partial(rest_of_stream, self, self._stream, left, run, summary, skip)
-        return FollowedBy(batches_of_cache, rest, run)
+        run.followed = True
+        return FollowedBy(batches_of_cache, partial(rest_of_stream, self, self._stream, left, run, skip))
 
-    def _from_cache(
-        self, route: Route, run: EpochProgress, batches: Any, summary: EpochSummary
-    ) -> Iterator[Any]:
+    def _from_cache(self, route: Route, run: EpochProgress, batches: Any) -> Iterator[Any]:
         all_cached = route.all_present()
         gather = self._local_gather(route) if all_cached or route.has_peers else None
         run.gathered = gather is not None and all_cached
@@ -228,8 +225,8 @@ class DataLoader(TorchDataLoader[T]):
             order = self._batch_order(run, batches)
             builder = BatchBuilder(self.dataset, route, batched=self.batch_sampler is not None)
             find = partial(self._local_gather, route)
-            return LocalBatches(order, route, gather, find, builder, self._collate(route), run, summary)
-        return self._from_workers(route, run, batches, summary)
+            return LocalBatches(order, route, gather, find, builder, self._collate(route), run)
+        return self._from_workers(route, run, batches)
 
     # ---- resuming ------------------------------------------------------------------------------------
 
@@ -526,9 +523,7 @@ class DataLoader(TorchDataLoader[T]):
 
     # ---- by workers ----------------------------------------------------------------------------------
 
-    def _from_workers(
-        self, route: Route, run: EpochProgress, batches: Any, summary: EpochSummary
-    ) -> Iterator[Any]:
+    def _from_workers(self, route: Route, run: EpochProgress, batches: Any) -> Iterator[Any]:
         if self._inner is None and _forks_beside_tokio(self.multiprocessing_context):
             route.currents[0].access.warn(
                 "this process has threads of tokio, which libraries in Rust (obstore, for one) start as they "
@@ -540,7 +535,7 @@ class DataLoader(TorchDataLoader[T]):
         if self.persistent_workers:
             self._inner = inner
         assert self._buffers is not None
-        return WorkerBatches(inner, self._buffers, run, batches, summary, route.currents[0].access.warn)
+        return WorkerBatches(inner, self._buffers, run, batches, route.currents[0].access.warn)
 
     def _make_inner(self, route: Route) -> TorchDataLoader[Any]:
         if self._buffers is None:

@@ -30,7 +30,6 @@ from hotset.dataset.cached_dataset import batches_made_here, pass_ends
 from hotset.dataset.pipeline import SampleStopped, stopped
 from hotset.loader.batch_builder import BatchBuilder, LocalGather
 from hotset.loader.batch_order import BatchOrder
-from hotset.loader.epoch_summary import EpochSummary
 from hotset.loader.index_route import Indices, Route, samples_in
 from hotset.loader.state import EpochProgress
 from hotset.store.claims import Ids
@@ -86,8 +85,7 @@ class LocalBatches:
             it with collating takes a sample that is cached.
         builder: builds all other batches.
         collate: makes a batch of samples.
-        run: counts what was consumed, for the loader's state.
-        summary: counts batches, samples and waiting.
+        run: counts what was consumed, for the loader's state, and the waiting.
     """
 
     def __init__(
@@ -99,7 +97,6 @@ class LocalBatches:
         builder: BatchBuilder,
         collate: Callable[[Any], Any],
         run: EpochProgress,
-        summary: EpochSummary,
     ) -> None:
         self._order = order
         self._route = route
@@ -110,7 +107,6 @@ class LocalBatches:
         self._builder = builder
         self._collate = collate
         self._run = run
-        self._summary = summary
         self._ahead: HelperThread[Copy | None] = HelperThread("hotset-gather")
         self._several: _Several | None = None
         self._selected: Any = None
@@ -147,8 +143,7 @@ class LocalBatches:
         except StopIteration:
             self._readahead.stop()
             self._ahead.stop()
-            self._run.over = True
-            self._summary._end()
+            self._run.end()
             self._reading_ends()
             raise
 
@@ -158,8 +153,7 @@ class LocalBatches:
 
     def _hand_over(self, samples: int, start: float) -> None:
         self._order.top_up()
-        self._run.count(samples)
-        self._summary._count(samples, time.perf_counter() - start)
+        self._run.count(samples, start)
 
     # ---- hotset.device.gpu_cache.SampleSelector ------------------------------------------------------
 
@@ -323,7 +317,7 @@ class LocalBatches:
         return self._gather.finish(copy) if copy is not None else None
 
     def __len__(self) -> int:
-        return self._summary.batches_expected
+        return self._run.summary.batches_expected
 
 
 def _joined(batches: list[Any]) -> Any | None:

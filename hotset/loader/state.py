@@ -22,6 +22,7 @@ A loader without a cache behind it is torch's own and cannot start in the middle
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,7 @@ from hotset.dataset.active_window import ActiveWindow, WindowPosition, positions
 from hotset.dataset.cached_stream import CachedStream
 from hotset.determinism.rng import Generators
 from hotset.errors import StateError
+from hotset.loader.epoch_summary import EpochSummary
 from hotset.loader.remaining_batches import BatchCut, EpochPosition
 from hotset.loader.rng_state import DAMAGE, Beginning, damaged, restore, unpack_states
 
@@ -60,6 +62,7 @@ class EpochProgress:
             :class:`~hotset.loader.remaining_batches.EpochPosition`.
         turn: the number of the worker that makes the next batch.
         over: whether its end was reached.
+        followed: whether samples from a stream follow those from the cache, as the second part of the pass.
         workers: for each worker the states after its last consumed batch.
         resumed: whether it was begun before, so that its workers' states are to be restored.
         ask_workers: whether to ask the workers for their states first: they are from an earlier pass, and
@@ -67,6 +70,7 @@ class EpochProgress:
         common: what all states of the pass have in common.
         gathered: whether its batches come from the cache alone, with nothing live.
         watch: called with each batch, to raise errors from the background.
+        summary: the figures of the pass, for the user.
     """
 
     number: int
@@ -77,15 +81,18 @@ class EpochProgress:
     dealt: int = 0
     turn: int = 0
     over: bool = False
+    followed: bool = False
     workers: dict[int, Any] = field(default_factory=dict, repr=False)
     resumed: bool = False
     ask_workers: bool = False
     gathered: bool = False
     common: dict[str, Any] = field(default_factory=dict, repr=False)
     watch: tuple[Callable[[], None], ...] = field(default=(), repr=False)
+    summary: EpochSummary = field(init=False, repr=False)
 
-    def begin(self, header: dict[str, Any]) -> None:
+    def begin(self, header: dict[str, Any], summary: EpochSummary) -> None:
         """Make the part that all states of this pass share, as one may be taken after every batch."""
+        self.summary = summary
         own = {"under_way": True, "pass": self.number, "fresh": self.fresh, "beginning": self.beginning}
         self.common = {**header, **own}
 
@@ -105,12 +112,27 @@ class EpochProgress:
             "in_workers": {str(worker): states for worker, states in self.workers.items()},
         }
 
-    def count(self, samples: int) -> None:
-        """Count a batch that is handed over."""
+    def count(self, samples: int, start: float, shown: int | None = None) -> None:
+        """Count a batch that is handed over.
+
+        Args:
+            samples: in it.
+            start: since when the consumer has waited for it, as ``time.perf_counter()`` says it.
+            shown: the samples in it for the summary, if that knows better.
+        """
         self.batches += 1
         self.samples += samples
         for check in self.watch:
             check()
+        self.summary._count(samples if shown is None else shown, time.perf_counter() - start)
+
+    def end(self) -> None:
+        """Note that the last batch of the pass, or of its first part, was handed over."""
+        if self.followed:
+            self.followed = False
+        else:
+            self.over = True
+            self.summary._end()
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from hotset.dataset.cached_stream import CachedStream, followed_passes, passes_of
 from hotset.dataset.stream_recording import StreamRecording, StreamRest
-from hotset.loader.epoch_summary import EpochSummary
 from hotset.loader.state import EpochProgress
 from hotset.loader.stream_order import StreamSampler
 from hotset.loader.torch_batches import TorchBatches
@@ -63,7 +62,6 @@ def rest_of_stream(
     stream: CachedStream[Any],
     rest: StreamRest,
     run: EpochProgress,
-    summary: EpochSummary,
     skip: int,
 ) -> Iterator[Any]:
     """The batches of samples that were not recorded as a pass began; the first ``skip`` are dropped."""
@@ -78,7 +76,7 @@ def rest_of_stream(
         )
     sizes = rest.sizes(loader.batch_size, drop_last=loader.drop_last)
     batches = iter(torch_loader(loader, followed_passes(stream).recording(workers, rest=rest), workers))
-    return TorchBatches(batches, run, sizes, loader.batch_size or 1, summary, skip)
+    return TorchBatches(batches, run, sizes, loader.batch_size or 1, skip)
 
 
 def torch_loader(

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from hotset.loader.epoch_summary import EpochSummary
 from hotset.loader.index_route import samples_in
 from hotset.loader.state import EpochProgress
 
@@ -58,7 +57,6 @@ class TorchBatches:
         size: how many samples a full batch has.
         measured: whether the summary takes the size of such a batch from the batch, as torch's own
             ``default_collate`` has made it; the pass, and so its state, counts it as full all the same.
-        summary: counts batches, samples and waiting.
         skip: how many batches were consumed already.
         ended: called at the end of the pass.
     """
@@ -69,7 +67,6 @@ class TorchBatches:
         run: EpochProgress,
         sizes: deque[int] | None,
         size: int,
-        summary: EpochSummary,
         skip: int | None = None,
         ended: Callable[[], None] | None = None,
         *,
@@ -80,7 +77,6 @@ class TorchBatches:
         self._sizes = sizes
         self._measured = measured and sizes is None
         self._size = size
-        self._summary = summary
         self._ended = ended
         for _ in range(run.batches if skip is None else skip):
             try:
@@ -101,8 +97,7 @@ class TorchBatches:
         try:
             batch = next(self._batches)
         except StopIteration:
-            self._run.over = True
-            self._summary._end()
+            self._run.end()
             if self._ended is not None:
                 self._ended()
             raise
@@ -110,9 +105,7 @@ class TorchBatches:
             self._samples()  # forget the size of the batch that failed: others may follow
             raise
         samples = self._samples()
-        self._run.count(samples)
-        in_batch = _rows(batch) if self._measured else samples
-        self._summary._count(in_batch, time.perf_counter() - start)
+        self._run.count(samples, start, _rows(batch) if self._measured else None)
         return batch
 
     def __len__(self) -> int:
@@ -138,13 +131,11 @@ class FollowedBy:
     Args:
         first: the first part.
         then: begins the second.
-        run: the pass.
     """
 
-    def __init__(self, first: Iterator[Any], then: Callable[[], Iterator[Any]], run: EpochProgress) -> None:
+    def __init__(self, first: Iterator[Any], then: Callable[[], Iterator[Any]]) -> None:
         self._batches = first
         self._then: Callable[[], Iterator[Any]] | None = then
-        self._run = run
 
     def __iter__(self) -> FollowedBy:
         return self
@@ -156,6 +147,5 @@ class FollowedBy:
             if self._then is None:
                 raise
         then, self._then = self._then, None
-        self._run.over = False
         self._batches = then()
         return next(self._batches)

@@ -16,7 +16,6 @@ from typing import Any
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from hotset.dataset.pipeline import SampleStopped, stopped
-from hotset.loader.epoch_summary import EpochSummary
 from hotset.loader.state import EpochProgress
 from hotset.loader.worker_messages import BatchMessage
 from hotset.loader.worker_process import BatchBuffers, TaskSampler
@@ -31,9 +30,8 @@ class WorkerBatches:
     Args:
         inner: the loader whose batches are messages.
         buffers: the blocks that the batches are in.
-        run: counts what was consumed, for the loader's state.
+        run: counts what was consumed, for the loader's state, and the waiting.
         batches: the epoch's indices.
-        summary: counts batches, samples and waiting.
         warn: called with each warning of a worker, and with what it is about.
     """
 
@@ -43,7 +41,6 @@ class WorkerBatches:
         buffers: BatchBuffers,
         run: EpochProgress,
         batches: Any,
-        summary: EpochSummary,
         warn: Callable[[str, str], None],
     ) -> None:
         self._warn = warn
@@ -52,7 +49,6 @@ class WorkerBatches:
         self._tasks: TaskSampler = inner.sampler  # type: ignore[assignment]
         self._buffers = buffers
         self._run = run
-        self._summary = summary
         self._messages: Any = None
         idle: int = 0
         states: dict[int, Any] = {}
@@ -76,8 +72,7 @@ class WorkerBatches:
         try:
             message = next(self._messages)
         except StopIteration:
-            self._run.over = True
-            self._summary._end()
+            self._run.end()
             if not self._persistent:
                 self._buffers.trim_between_epochs()  # the workers have ended
             raise
@@ -90,8 +85,7 @@ class WorkerBatches:
             self._warn(sentence, about)
         self._run.workers[report.worker] = report.states
         self._run.turn = (report.worker + 1) % self._workers
-        self._run.count(report.samples)
-        self._summary._count(report.samples, time.perf_counter() - start)
+        self._run.count(report.samples, start)
         return message.batch
 
     def __len__(self) -> int:

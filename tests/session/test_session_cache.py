@@ -49,6 +49,7 @@ from hotset import HotsetWarning, Window
 from hotset.dataset.cached_dataset import current_of
 from hotset.errors import ArgumentError, NotCacheable, QuantityError, SegmentError, SessionError
 from hotset.loader import local_batches as local
+from hotset.loader import state
 from hotset.session import file_names, find_or_create, reports, sessions
 from hotset.session import spill_dirs as spills
 from hotset.session.file_names import retire
@@ -797,7 +798,8 @@ def test_a_session_tells_how_long_its_consumers_waited(monkeypatch: pytest.Monke
         return kilobyte(index)
 
     with hotset.cache(Samples(slow, N), session="a") as cached:
-        monkeypatch.setattr(local, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+        for module in (local, state):
+            monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
         begun = now[0]
         loader = hotset.DataLoader(cached, batch_size=8)
         list(loader)
