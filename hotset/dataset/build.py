@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Any, Literal, TypeVar, overload
 
 from torch.utils.data import Dataset, IterableDataset
@@ -24,7 +24,7 @@ from hotset.dataset.active_window import ActiveWindow
 from hotset.dataset.arguments import CacheArguments, CacheOptions, check_arguments, explain_wrong_calls
 from hotset.dataset.attachment import Attachment, map_ahead
 from hotset.dataset.audit import first_difference
-from hotset.dataset.cached_dataset import CachedDataset, Current, Maker
+from hotset.dataset.cached_dataset import CachedDataset, Current
 from hotset.dataset.cached_stream import CachedStream
 from hotset.dataset.cluster_setup import join_machines, planned_by_all, remote_cache
 from hotset.dataset.held_attributes import HeldAttributes
@@ -192,10 +192,10 @@ def cache(
     )
     check_arguments(dataset, given)
     kind = CachedStream if is_stream(dataset) else CachedDataset
-    return kind(dataset, given, Maker(_make, _lookup_key))
+    return kind(dataset, given, _make)
 
 
-def _make(dataset: Any, given: CacheArguments, again: bool = False) -> Current:
+def _make(dataset: Any, given: CacheArguments, again: bool) -> Current:
     """Cache a dataset as it is now; ``again`` if it has changed since it was cached first."""
     with contextlib.ExitStack() as stack:
         options = CacheOptions(given)
@@ -207,7 +207,7 @@ def _make(dataset: Any, given: CacheArguments, again: bool = False) -> Current:
             elif given.session is not None:
                 options = CacheOptions(given, find(given.session))
         pipeline = Pipeline.of(dataset, given.transform)
-        identity = _identity(pipeline, given)
+        identity = Identity.of(pipeline, given)
         try:
             return _current(pipeline, identity, options, again)
         except NotShared as why:
@@ -215,16 +215,6 @@ def _make(dataset: Any, given: CacheArguments, again: bool = False) -> Current:
             name, session = type(dataset).__name__, options.session.name
             warn(f"{name} is cached for this job alone, and not in session {session!r}: {why}.")
             return _current(pipeline, identity, CacheOptions(given), again)
-
-
-def _lookup_key(dataset: Any, given: CacheArguments) -> str:
-    """The text by which ranks and jobs find the cache of this dataset."""
-    return _identity(Pipeline.of(dataset, given.transform), given).lookup_key
-
-
-def _identity(pipeline: Pipeline, given: CacheArguments) -> Identity:
-    window = None if given.window is None else [str(field) for field in astuple(given.window)]
-    return Identity.of(pipeline, given.key, given.strict, given.cut, window)
 
 
 def _current(pipeline: Pipeline, identity: Identity, options: CacheOptions, again: bool) -> Current:

@@ -55,6 +55,7 @@ from hotset.dataset.content_watch import ContentWatch
 from hotset.dataset.dataset_proxy import DatasetProxy, Own
 from hotset.dataset.fill_now import fill_now, require_worker_count
 from hotset.dataset.held_attributes import HeldAttributes
+from hotset.dataset.identity import Identity
 from hotset.dataset.pipeline import Pipeline, SampleStopped, Source, stopped
 from hotset.dataset.plan import Plan
 from hotset.dataset.sample_access import SampleAccess
@@ -73,7 +74,7 @@ if TYPE_CHECKING:  # what it needs is an extra
 __all__ = [
     "CachedDataset",
     "Current",
-    "Maker",
+    "Make",
     "batches_made_here",
     "current_of",
     "fill_for_workers",
@@ -120,16 +121,8 @@ class Current(NamedTuple):
         self.access.close()
 
 
-class Maker(NamedTuple):
-    """Makes a :class:`Current`. It pickles.
-
-    Attributes:
-        make: makes it, from the dataset and the arguments of :func:`cache`, and whether it is made again.
-        lookup_key: returns what ranks will find it by, from the first two.
-    """
-
-    make: Callable[[Any, CacheArguments, bool], Current]
-    lookup_key: Callable[[Any, CacheArguments], str]
+# Makes a Current of a dataset and the arguments of hotset.cache; told whether it is made again. It pickles.
+Make = Callable[[Any, CacheArguments, bool], Current]
 
 
 class CachedDataset(DatasetProxy[T]):
@@ -159,7 +152,7 @@ class CachedDataset(DatasetProxy[T]):
         (tensor([1, 2]),)
     """
 
-    _maker = Own[Maker]()
+    _make = Own[Make]()
     _current = Own[Current]()
     _copied = Own[CopiedAttributes]()  # from the dataset to the copy of it that is read, if there is one
     _closed = Own[bool]()
@@ -168,12 +161,12 @@ class CachedDataset(DatasetProxy[T]):
     _workers_keep = Own[bool]()  # whether workers run that have the dataset as it was
     _followed = Own[set[str]]()  # the attributes after whose change samples were cached anew
 
-    def __init__(self, dataset: Dataset[T], arguments: CacheArguments, maker: Maker) -> None:
+    def __init__(self, dataset: Dataset[T], arguments: CacheArguments, make: Make) -> None:
         super().__init__(dataset, arguments)  # takes the snapshot before a transform is run
-        self._maker = maker
+        self._make = make
         self._closed = False
         self._in_pass, self._workers_keep, self._followed = _never, False, set()
-        self._use(maker.make(dataset, arguments, False))
+        self._use(make(dataset, arguments, False))
 
     def _use(self, current: Current) -> None:
         """Read samples by these objects from now on."""
@@ -516,13 +509,14 @@ class CachedDataset(DatasetProxy[T]):
         """
         old = self._current
         try:
-            alike = self._maker.lookup_key(self._dataset, self._arguments) == old.lookup_key
+            pipeline = Pipeline.of(self._dataset, self._arguments.transform)
+            alike = Identity.of(pipeline, self._arguments).lookup_key == old.lookup_key
             if alike and in_place:  # no fingerprint covers it
                 self._read_uncached(self._has_changed(what))
                 return False
             if not alike:  # free the old cache's memory for the new one
                 old.close()
-            current = self._maker.make(self._dataset, self._arguments, True)
+            current = self._make(self._dataset, self._arguments, True)
         except Exception as error:
             self._read_uncached(f"{what} {event}, and samples come from the source: {error}")
             return False
@@ -558,7 +552,7 @@ class CachedDataset(DatasetProxy[T]):
 
     def __copy__(self) -> CachedDataset[T]:
         """A cached dataset over a copy of the dataset: what is set on one is not set on the other."""
-        return type(self)(copy.copy(self._dataset), self._arguments, self._maker)
+        return type(self)(copy.copy(self._dataset), self._arguments, self._make)
 
     def __getstate__(self) -> dict[str, Any]:
         self._follow_content()  # torch's loader pickles it for its workers before it asks for len()

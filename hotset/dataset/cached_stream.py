@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from hotset._progress import filling_bar
 from hotset._warnings import warn
 from hotset.dataset.arguments import CacheArguments
-from hotset.dataset.cached_dataset import Maker, current_of
+from hotset.dataset.cached_dataset import Make, current_of
 from hotset.dataset.dataset_proxy import DatasetProxy, Own
 from hotset.dataset.fill_now import require_worker_count
 from hotset.dataset.parent_death import parent_death_signal
@@ -69,13 +69,13 @@ class CachedStream(DatasetProxy[T]):
         (True, 6, 16)
     """
 
-    _maker = Own[Maker]()
+    _make = Own[Make]()
     _passes = Own[StreamPasses]()
 
-    def __init__(self, stream: Any, arguments: CacheArguments, maker: Maker) -> None:
+    def __init__(self, stream: Any, arguments: CacheArguments, make: Make) -> None:
         super().__init__(stream, arguments)
-        self._maker = maker
-        self._passes = StreamPasses(stream, arguments, maker)
+        self._make = make
+        self._passes = StreamPasses(stream, arguments, make)
 
     @property
     def plan(self) -> Plan:
@@ -102,7 +102,7 @@ class CachedStream(DatasetProxy[T]):
     def _attribute_was_set(self, name: str) -> None:
         if get_worker_info() is None:
             self._passes.cached.close()
-            self.__dict__.update(CachedStream(self._dataset, self._arguments, self._maker).__dict__)
+            self.__dict__.update(CachedStream(self._dataset, self._arguments, self._make).__dict__)
 
     # ---- samples -------------------------------------------------------------------------------------
 

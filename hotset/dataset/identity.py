@@ -13,9 +13,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
+from hotset.dataset.arguments import CacheArguments
 from hotset.dataset.pipeline import Cuts, Pipeline, Source
 from hotset.dataset.transform_attributes import with_transforms
 from hotset.determinism.chain import leaves
@@ -53,13 +54,12 @@ class Identity:
     unknowns: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, pipeline: Pipeline, key: str | None, *settings: Any) -> Identity:
+    def of(cls, pipeline: Pipeline, given: CacheArguments) -> Identity:
         """The identity of a dataset, found without reading a sample.
 
         Args:
             pipeline: the dataset and its chains.
-            key: the user's name for what is cached.
-            settings: what else must be the same for two ranks to share; JSON types.
+            given: the user's arguments, some of which must be the same for two ranks to share.
 
         Raises:
             OSError: see :func:`hotset.determinism.fingerprint.fingerprint`.
@@ -68,7 +68,9 @@ class Identity:
             *((attribute.name, attribute.chain) for attribute in pipeline.attributes),
             ("given", pipeline.given),
         ]
-        length = len(pipeline.dataset)
+        length, key = len(pipeline.dataset), given.key
+        window = None if given.window is None else [str(field) for field in astuple(given.window)]
+        settings = (given.strict, given.cut, window)
         if key is not None:
             live = any(_leading(leaves(chain)) < len(leaves(chain)) for _, chain in chains)
             return cls(key, True, json.dumps(["hotset.cache", key, length, live, *settings]))

@@ -26,7 +26,7 @@ import numpy as np
 
 from hotset._warnings import Warner, warn
 from hotset.dataset.arguments import CacheArguments
-from hotset.dataset.cached_dataset import CachedDataset, Maker, current_of
+from hotset.dataset.cached_dataset import CachedDataset, Make, current_of
 from hotset.dataset.held_attributes import Change, HeldAttributes, Room
 from hotset.dataset.stream_probe import may_reorder
 from hotset.dataset.stream_recording import StreamRecording, StreamRest
@@ -53,7 +53,7 @@ class StreamPasses:
     Args:
         stream: the user's.
         arguments: those of :func:`hotset.cache`.
-        maker: plans and makes the cache.
+        make: plans and makes the cache.
 
     Attributes:
         cached: the cache of the recorded samples, by sample id.
@@ -61,10 +61,10 @@ class StreamPasses:
         warn: warns with a sentence; a second argument names its subject, if it is to be warned of once.
     """
 
-    def __init__(self, stream: Any, arguments: CacheArguments, maker: Maker) -> None:
+    def __init__(self, stream: Any, arguments: CacheArguments, make: Make) -> None:
         self._stream = stream
         self._source = StreamSource(stream)
-        self.cached: CachedDataset[Any] = CachedDataset(self._source, arguments, maker)
+        self.cached: CachedDataset[Any] = CachedDataset(self._source, arguments, make)
         self.name = self._source.name
         self.warn = Warner()
         self._known: tuple[Any, Ids] | None = None
