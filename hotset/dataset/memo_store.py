@@ -17,7 +17,7 @@ from typing import NamedTuple
 from hotset._warnings import warn
 from hotset.dataset.attachment import Attachment
 from hotset.dataset.spill_folder import spill_to
-from hotset.errors import SegmentError, SessionError
+from hotset.errors import SessionError
 from hotset.session.find_or_create import (
     CacheLocation,
     Shared,
@@ -31,7 +31,6 @@ from hotset.store import memory_limits
 from hotset.store.key_table import Counter
 from hotset.store.keyed_store import KeyedStore
 from hotset.store.locks import can_reopen
-from hotset.store.segment import Address
 from hotset.units import parse_bytes
 
 __all__ = ["MemoStats", "MemoStore", "open_store"]
@@ -175,7 +174,7 @@ def _find_or_make(memory: int | str, spill: str | None, session: str | int | Non
         _NAME,
         _NAME,
         create=lambda: _make(limit, memory, spill, None),
-        attach=_attach,
+        attach=KeyedStore.attach,
         job=this_program(),
     )
     if shared.joined and shared.value is not None and memory != "auto":
@@ -191,7 +190,7 @@ def _in_session(session: Session, memory: int | str) -> Shared[KeyedStore] | Non
         return _make(most, memory, None, location)
 
     try:
-        return find_or_create_in_session(session, _NAME, _NAME, create=create, attach=_attach)
+        return find_or_create_in_session(session, _NAME, _NAME, create=create, attach=KeyedStore.attach)
     except SessionError as error:
         warn(f"results of functions are kept for this job alone, as session {session.name!r}: {error}")
     except OSError as error:
@@ -232,12 +231,4 @@ def _make(
         )
         return None
     store.path = location.name if location is not None else None
-    return store
-
-
-def _attach(where: Address | str) -> KeyedStore:
-    store = KeyedStore.attach(where)
-    if not store.segment.geometry.keyed:
-        store.close()
-        raise SegmentError("the existing cache holds a dataset, not results of functions.")
     return store

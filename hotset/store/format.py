@@ -110,6 +110,7 @@ __all__ = [
     "Live",
     "Slot",
     "checksum",
+    "next_generation",
     "pack_header",
     "split_tail",
     "tail_word",
@@ -355,6 +356,16 @@ def split_tail(word: _Words) -> tuple[_Words, _Words]:
         (7, 3)
     """
     return word >> _TAIL_COUNT_BITS, word & TAIL_COUNT_MASK
+
+
+def next_generation(before: int, clear_generation: int) -> int:
+    """Return the generation of a record that is written over another; above zero, which is no record's.
+
+    Args:
+        before: the generation of the record that the row held; zero if it held none.
+        clear_generation: of the segment: after a clear, rows begin at zero again.
+    """
+    return (max(before, clear_generation) + 1) & GENERATION_MASK or 1
 
 
 def checksum(sample: int, length: int, stamp: int, row: memoryview, tail: memoryview | None) -> int:

@@ -390,7 +390,7 @@ class KeyedStore(Store):
         lines, length = -(-size // LINE), _STRIDE - RECORD_HEADER + size
         row_at = geometry.rows_at + sample * _STRIDE
         before = fmt.RECORD_AND_TAIL.unpack_from(self._whole, row_at)[1] & fmt.GENERATION_MASK
-        generation = (max(before, self._marks[Live.CLEAR_GENERATION]) + 1) & fmt.GENERATION_MASK or 1
+        generation = fmt.next_generation(before, self._marks[Live.CLEAR_GENERATION])
         stamp = generation | OWN_STAMP
         row = memoryview(bytearray(_STRIDE))
         fmt.TAIL.pack_into(row, RECORD_HEADER, fmt.tail_word(line, lines))

@@ -36,7 +36,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hotset.store import format as fmt
-from hotset.store.claims import Claims
 from hotset.store.format import CLAIMED, PRESENT, RECORD, RECORD_HEADER, Geometry, Live, Slot
 from hotset.store.fsck import content_problem
 from hotset.store.locks import Pauses
@@ -76,7 +75,7 @@ class Slots:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.segment = store.segment
-        self._claims = Claims(store.participant)
+        self._claims = store.filler.claims
         self._index = store.segment.index
         self._tail_at = -(-store.schema.stride // _ALIGN) * _ALIGN
         self._scratch: Bytes | None = None
@@ -243,8 +242,7 @@ class Slots:
         geometry, stride = segment.geometry, schema.stride
         # After a clear rows begin at zero again: the clear generation makes their words differ from those
         # before it.
-        generation = max(self._generation(sample), int(segment.live[Live.CLEAR_GENERATION])) + 1
-        generation = generation & fmt.GENERATION_MASK or 1
+        generation = fmt.next_generation(self._generation(sample), int(segment.live[Live.CLEAR_GENERATION]))
         size = stride + prepared.tail_lines * fmt.LINE
         with self.store.participant.thread_lock:
             buffer = self._scratch_of(size)

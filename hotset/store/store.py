@@ -44,7 +44,7 @@ from hotset.errors import SegmentError
 from hotset.store import format as fmt
 from hotset.store.allocator import Allocator, distrust_allocator
 from hotset.store.blocks import BlockPool
-from hotset.store.claims import Claims, Ids, Index, Participant
+from hotset.store.claims import Ids, Index, Participant
 from hotset.store.fill import Filler, Read
 from hotset.store.format import CLAIMED, PRESENT, RECORD_HEADER, ROW_MASK, Live, Slot
 from hotset.store.fsck import check_segment, check_tiers
@@ -115,7 +115,6 @@ class Store:
         )
         self.filler = Filler(self.participant, self.index, self.allocator, schema, spill)
         self.verification = Verification(self.participant, spill)
-        self._clearing = Clearing(self.participant, self.filler.claims, self.allocator, spill)
         self._scratch: BlockPool | None = None
         self._warned_of_forms = False
         # Without a second tier a word that names it names no row.
@@ -173,14 +172,14 @@ class Store:
         return rows, max(limit // fmt.LINE, 1)
 
     @classmethod
-    def attach(cls: type[AnyStore], where: str | Address, schema: Schema | None = None) -> AnyStore:
+    def attach(cls: type[AnyStore], where: str | Address) -> AnyStore:
         """Attach to an existing store.
 
         Raises:
             SegmentError: it is gone, damaged, or not such a store.
         """
-        with found_tiers(where, schema, ring=cls._is_ring) as (segment, described, second):
-            store = cls(segment, described, second)
+        with found_tiers(where, ring=cls._is_ring) as (segment, schema, second):
+            store = cls(segment, schema, second)
         store.path = where if isinstance(where, str) else None
         return store
 
@@ -222,7 +221,7 @@ class Store:
             Whatever ``read`` raises, untouched.
         """
         if self.clear_generation() is None and not self.invalidated:
-            self._clearing.finish()
+            self._finish_clear()
         return self.filler.fill(ids, read, keep)
 
     def insert(self, samples: dict[int, Any], generation: int | None = None) -> bool:
@@ -525,7 +524,44 @@ class Store:
         Args:
             timeout: seconds.
         """
-        return self._clearing.clear(timeout)
+        deadline = time.monotonic() + timeout
+        while True:
+            with self.participant.short_lock() as held:
+                words = self.segment.used_index
+                claimed = words[(words >= CLAIMED) & (words < PRESENT)]
+                if held and not any(self.filler.claims.is_open(word) for word in set(claimed.tolist())):
+                    self._forget_everything()
+                    return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(2e-3)
+
+    def _finish_clear(self) -> None:
+        """Finish a clear whose process died during it."""
+        live = self.segment.live
+        with self.participant.short_lock() as held:
+            # A store that was invalidated meanwhile stays so.
+            if held and live[Live.CLEAR_GENERATION] % 2 and not live[Live.INVALIDATED]:
+                self._forget_everything()
+
+    def _forget_everything(self) -> None:
+        """Empty the segment; the caller holds the short lock."""
+        segment, geometry = self.segment, self.segment.geometry
+        segment.live[Live.CLEAR_GENERATION] |= 1
+        segment.used_index[:] = 0
+        segment.slots[:, Slot.ROW_NEXT : Slot.LINE_END + 1] = 0
+        segment.slots[:, Slot.STORED_BYTES] = 0
+        if self.spill is not None:
+            self.spill.clear()
+        segment.slots[:, Slot.PART_KEPT : Slot.PART_PASS + 1] = 0
+        segment.live[_CLEARED] = 0
+        # If a reader does not end, the pages are written again as they are.
+        if self.participant.wait_for_readers(_READERS_SECONDS):
+            segment.discard(geometry.rows_at, geometry.size - geometry.rows_at)
+        if self.allocator.allowance is not None:
+            self.allocator.allowance.take(0)
+        self.allocator.reopen()
+        segment.live[Live.CLEAR_GENERATION] += 1
 
     def close(self) -> None:
         """Detach. What was read stays valid: it is not part of the segment."""
@@ -533,66 +569,6 @@ class Store:
             self.spill.close()
         self.participant.leave()
         self.segment.close()
-
-
-class Clearing:
-    """Clears one store on behalf of this process.
-
-    Args:
-        participant: this process's slot in the segment.
-        claims: of this process; show which processes are writing.
-        allocator: whose rows and lines all become free.
-        spill: the second tier, which is cleared too; None if there is none.
-    """
-
-    def __init__(
-        self, participant: Participant, claims: Claims, allocator: Allocator, spill: Spill | None
-    ) -> None:
-        self._participant = participant
-        self._claims = claims
-        self._allocator = allocator
-        self._spill = spill
-
-    def clear(self, timeout: float) -> bool:
-        """Forget every sample; False if a process did not finish writing within this many seconds."""
-        deadline = time.monotonic() + timeout
-        while True:
-            with self._participant.short_lock() as held:
-                words = self._participant.segment.used_index
-                claimed = words[(words >= CLAIMED) & (words < PRESENT)]
-                if held and not any(self._claims.is_open(word) for word in set(claimed.tolist())):
-                    self._forget_everything()
-                    return True
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(2e-3)
-
-    def finish(self) -> None:
-        """Finish a clear whose process died during it."""
-        live = self._participant.segment.live
-        with self._participant.short_lock() as held:
-            # A store that was invalidated meanwhile stays so.
-            if held and live[Live.CLEAR_GENERATION] % 2 and not live[Live.INVALIDATED]:
-                self._forget_everything()
-
-    def _forget_everything(self) -> None:
-        """Empty the segment; the caller holds the short lock."""
-        segment, geometry = self._participant.segment, self._participant.segment.geometry
-        segment.live[Live.CLEAR_GENERATION] |= 1
-        segment.used_index[:] = 0
-        segment.slots[:, Slot.ROW_NEXT : Slot.LINE_END + 1] = 0
-        segment.slots[:, Slot.STORED_BYTES] = 0
-        if self._spill is not None:
-            self._spill.clear()
-        segment.slots[:, Slot.PART_KEPT : Slot.PART_PASS + 1] = 0
-        segment.live[_CLEARED] = 0
-        # If a reader does not end, the pages are written again as they are.
-        if self._participant.wait_for_readers(_READERS_SECONDS):
-            segment.discard(geometry.rows_at, geometry.size - geometry.rows_at)
-        if self._allocator.allowance is not None:
-            self._allocator.allowance.take(0)
-        self._allocator.reopen()
-        segment.live[Live.CLEAR_GENERATION] += 1
 
 
 def _view(memory: Any, offset: int, rows: int, width: int) -> Bytes:

@@ -107,24 +107,20 @@ def require_index_room(geometry: Geometry) -> None:
 
 
 @contextlib.contextmanager
-def found_tiers(
-    where: str | Address, schema: Schema | None, *, ring: bool
-) -> Iterator[tuple[Segment, Schema, Spill | None]]:
+def found_tiers(where: str | Address, *, ring: bool) -> Iterator[tuple[Segment, Schema, Spill | None]]:
     """Attach to the tiers of a store that exists.
 
     Args:
         where: the first tier's place.
-        schema: of its samples, where it is known; read from the metadata if None.
         ring: whether it must be a ring.
 
     Raises:
         SegmentError: see :meth:`Segment.attach`, :meth:`Schema.from_json`, :func:`attach_spill`; or it is not
             such a store.
     """
-    segment = Segment.attach(where)
+    segment, second = Segment.attach(where), None
     try:
-        if schema is None:
-            schema = Schema.from_json(segment.metadata.get("schema"))
+        schema = Schema.from_json(segment.metadata.get("schema"))
         geometry = segment.geometry
         if schema.stride != geometry.stride or (schema.has_tail and not geometry.lines):
             raise SegmentError("the segment's schema does not describe its rows; `hotset gc` frees it.")
@@ -132,7 +128,10 @@ def found_tiers(
             raise SegmentError(
                 "either the existing cache or the requested one has a window, not both; make them agree."
             )
-        yield segment, schema, attach_spill(where, segment, schema)
+        second = attach_spill(where, segment, schema)
+        yield segment, schema, second
     except BaseException:
+        if second is not None:
+            second.close()
         segment.close()
         raise

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
 import random
 import threading
 import time
@@ -125,13 +127,17 @@ def test_a_cleared_store_is_empty_and_can_be_used_again() -> None:
         assert (store.get(store.keys.find(key(650)), 0) == value_of(650)).all()
 
 
-def test_a_datasets_cache_and_functions_results_are_not_taken_for_each_other() -> None:
+def test_a_datasets_cache_and_functions_results_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    to = SpillTo(str(tmp_path))
     with (
         keyed() as store,
-        contextlib.closing(Store.create(store.schema, 10, 1 << 20, about={})) as other,
-        pytest.raises(SegmentError, match="holds a dataset"),
+        contextlib.closing(Store.create(store.schema, 10, 1 << 20, about={}, spill=to)) as other,
     ):
-        KeyedStore.attach(other.segment.address)
+        files = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(SegmentError, match="holds a dataset"):
+            KeyedStore.attach(other.segment.address)
+        gc.collect()  # the error's traceback, which refers to the mappings
+        assert len(os.listdir("/proc/self/fd")) == files  # neither tier of it stays open
 
 
 @pytest.mark.parametrize("size", [0, 100, 64 << 10, 300_000])
