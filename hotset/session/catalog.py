@@ -60,7 +60,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hotset._warnings import warn
-from hotset.errors import ArgumentError, FolderError, SegmentError
+from hotset.errors import FolderError, SegmentError
 from hotset.session.job import pid_namespace
 from hotset.session.named_lock import LOCK_FILE
 from hotset.session.runtime_dir import KNOB, is_named, open_at, path_of, runtime, write
@@ -247,35 +247,26 @@ class _Share(locks.Description):
             os.close(fd)
 
 
-def register(
-    *, pid: int, fd: int, inode: int, nonce: str, name: str, key: str = "", groups: Sequence[str] = ()
-) -> CatalogHandle:
+def register(address: Address, name: str, *, key: str = "", groups: Sequence[str] = ()) -> CatalogHandle:
     """List a cache, and take this process's share in it.
 
     Args:
-        pid, fd, inode: process that holds the memfd, its descriptor there, and the memfd's inode.
-        nonce: 8 to 32 random bytes in hexadecimal, the cache's alone.
+        address: of its memory.
         name: a label for users; cut after 200 characters.
         key: up to 100 characters that say what is in it, for processes that may share it.
         groups: up to 4 groups of ranks that may share it: see :mod:`hotset.session.job`.
 
-    Raises:
-        ArgumentError: ``nonce`` is not of that form.
-
     Warns:
         HotsetWarning: the cache could not be listed. The handle that is returned has no effect then.
     """
-    if not re.fullmatch(_NONCE, nonce):
-        raise ArgumentError(
-            f"nonce must be 8 to 32 bytes in lower-case hexadecimal digits, got nonce={nonce!r}."
-        )
+    nonce = address.nonce.hex()
     handle = CatalogHandle(nonce, name)
     try:
         head = _pack_head(
             {
-                "pid": pid,
-                "fd": fd,
-                "inode": inode,
+                "pid": address.pid,
+                "fd": address.fd,
+                "inode": address.inode,
                 "nonce": nonce,
                 "name": name[:_LONGEST_LABEL],
                 "created": time.time(),

@@ -237,16 +237,7 @@ class _JobCaches(Generic[S]):
             return Shared(None, None, joined=False)
         with contextlib.suppress(OSError):
             catalog.gc()  # what dead processes left; whether the folder is usable, register says
-        address = value.segment.address
-        handle = catalog.register(
-            pid=address.pid,
-            fd=address.fd,
-            inode=address.inode,
-            nonce=address.nonce.hex(),
-            name=self._name,
-            key=self._key,
-            groups=self._job.offers,
-        )
+        handle = catalog.register(value.segment.address, self._name, key=self._key, groups=self._job.offers)
         if self._why_own and handle.joined:  # else it has warned of the same folder
             warn(
                 f"The cache {self._name!r} is this rank's own, and takes memory besides the other ranks' "

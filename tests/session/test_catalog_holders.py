@@ -40,8 +40,7 @@ def segment() -> Iterator[Segment]:
 
 def listed(segment: Segment, name: str = "thing") -> CatalogHandle:
     """List a memory whose maker has gone: process 1 << 30 is nobody."""
-    inode = os.fstat(segment.fd).st_ino
-    return register(pid=1 << 30, fd=3, inode=inode, nonce=segment.nonce.hex(), name=name)
+    return register(segment.address._replace(pid=1 << 30, fd=3), name)
 
 
 @contextlib.contextmanager
