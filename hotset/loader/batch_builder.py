@@ -136,7 +136,7 @@ class LocalGather:
 
     def holds(self, ids: Ids) -> bool:
         """Whether the cache has these samples now."""
-        return self.gather.holds(ids)
+        return self.gather.store.holds(ids)
 
     def prepare(self, ids: Ids, received: Sequence[RecordBatch] = ()) -> Copy | None:
         """Look up a batch; None if one of its samples is neither cached nor among the received records."""

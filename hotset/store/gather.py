@@ -139,43 +139,46 @@ class Copy:
     :meth:`run` holds the interpreter for a few microseconds only, so that a thread can run one copy after
     the other while the consumer's thread prepares and finishes them.
 
+    Args:
+        store: where the records are.
+        count: how many samples the batch has.
+        found: where their records lie.
+        block: memory for the batch.
+        columns_bytes: how much of that its columns take; the lines of all tails come behind them.
+
     Attributes:
         columns: of the batch: the memory of each, and its offset in the block.
         unturned: by the number of its column: what is selected of a column whose axes are stored in another
             order, until :meth:`Gather.finish` turns it.
         selections: rows to select with torch: from where, which, to where.
         pieces: the same, where records come from several places.
-        lines: memory for the lines of all tails.
+        lines, lines_at: memory for the lines of all tails, and its offset in the block.
+        sound: whether the records have stayed the same until they were copied.
     """
 
-    def __init__(
-        self, gather: Gather, count: int, words: Words, clear_generation: int, block: Memory
-    ) -> None:
-        self.gather = gather
+    def __init__(self, store: Store, count: int, found: _Found, block: Memory, columns_bytes: int) -> None:
+        self._store = store
         self.count = count
+        self.found = found
         self.block = block
-        self.words = words
-        self.clear_generation = clear_generation
         self.selections: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.pieces: list[Piece] = []
         self.columns: list[tuple[torch.Tensor, int]] = []
         self.unturned: dict[int, torch.Tensor] = {}
-        self.tails: VariableTails | None = None
         self.lines: torch.Tensor | None = None
-        self.staged: StagedBatch | None = None
+        self.lines_at = columns_bytes
         self.sound = True
-        self.lines_at = 0
-        self.line_numbers: Words | None = None
-        self.line_places: Words | None = None  # where they go; None: one behind the other
-        self.line_pieces: list[tuple[Any, Words]] = []
+        if found.tails is not None:
+            self.lines = block.tensor(columns_bytes, found.tails.total * fmt.LINE)
 
     def run(self) -> None:
         """Copy. The caller keeps torch to one thread."""
-        if self.staged is not None and not self.gather.load(self.staged):
+        staged = self.found.staged
+        if staged is not None and not staged.is_loaded and not self._store.load(staged):
             self.sound = False
             return
-        with self.gather.participant.reading:
-            self.sound = self.gather.is_current(self)
+        with self._store.participant.reading:
+            self.sound = self._store.unchanged(self.found.words, self.found.clear_generation)
             if self.sound:
                 self._copy()
 
@@ -186,17 +189,21 @@ class Copy:
             # numpy copies rows to where they belong as fast as torch selects them; torch's index_copy_ takes
             # ten times as long where rows are strided.
             piece.out[piece.places] = piece.view if piece.rows is None else piece.view[piece.rows]
-        if self.lines is None:
+        if self.lines is not None:
+            self._copy_lines(self.lines.numpy().reshape(-1, fmt.LINE))
+
+    def _copy_lines(self, into: npt.NDArray[np.uint8]) -> None:
+        found = self.found
+        assert found.line_numbers is not None
+        assert found.tails is not None
+        # Lines are contiguous and short: numpy takes them twice as fast as torch.
+        lines = self._store.lines if found.staged is None else found.staged.records.tails
+        if found.mix is None:
+            lines.take(found.line_numbers, axis=0, out=into, mode="clip")
             return
-        into = self.lines.numpy().reshape(-1, fmt.LINE)
-        if self.line_numbers is not None and len(self.line_numbers):
-            # Lines are contiguous and short: numpy takes them twice as fast as torch.
-            lines = self.gather.lines if self.staged is None else self.staged.records.tails
-            if self.line_places is None:
-                lines.take(self.line_numbers, axis=0, out=into, mode="clip")
-            else:
-                into[self.line_places] = lines.take(self.line_numbers, axis=0, mode="clip")
-        for tails, places in self.line_pieces:
+        here, pieces = found.mix.lines(found.tails)
+        into[here] = lines.take(found.line_numbers, axis=0, mode="clip")
+        for tails, places in pieces:
             into[places] = tails
 
 
@@ -209,6 +216,9 @@ class Gather:
         variable: makes of a variable array's ragged batch what the collate function makes of its samples;
             None: such arrays are not gathered.
 
+    Attributes:
+        store: the store.
+
     Raises:
         NotGathered: the batches of this schema are not columns.
     """
@@ -216,14 +226,12 @@ class Gather:
     def __init__(
         self, store: Store, collate: Callable[[list[Any]], Any], variable: Variable | None = None
     ) -> None:
-        self._store = store
+        self.store = store
         self._schema: Schema = store.schema
         self._variable = variable
         self._collate = collate
         self._compared = False
         self._tree = BatchTree(self._schema, variable=variable is not None)
-        self.lines = store.lines
-        self.participant = store.participant
         self._views = self._tree.views(store.rows)
 
     def prepare(
@@ -243,13 +251,12 @@ class Gather:
         found = self._look_up(ids, received)
         if found is None:
             return None
-        count, mix, tails = len(ids), found.mix, found.tails
+        count = len(ids)
         offsets, size = self._tree.layout(count)
-        block = memory(size + tails.total * fmt.LINE if tails is not None else size)
+        block = memory(size + found.tails.total * fmt.LINE if found.tails is not None else size)
         if block is None:
             return None
-        copy = Copy(self, count, found.words, found.clear_generation, block)
-        copy.staged = found.staged
+        copy = Copy(self.store, count, found, block, size)
         index = torch.from_numpy(found.rows)
         for column, view, offset in zip(self._tree.columns, found.views, offsets, strict=True):
             out = block.tensor(offset, count * column.width)
@@ -260,20 +267,15 @@ class Gather:
                 copy.unturned[len(copy.columns) - 1] = out
             if column.width:
                 out = out.view(count, column.width)
-                if mix is None:
+                if found.mix is None:
                     copy.selections.append((view, index, out))
                 else:
-                    copy.pieces += mix.pieces(column, view.numpy(), found.rows, out.numpy())
-        if tails is not None:
-            copy.tails, copy.lines = tails, block.tensor(size, tails.total * fmt.LINE)
-            copy.lines_at, copy.line_numbers = size, found.line_numbers
-            if mix is not None:
-                copy.line_places, copy.line_pieces = mix.lines(tails)
+                    copy.pieces += found.mix.pieces(column, view.numpy(), found.rows, out.numpy())
         return copy
 
     def _look_up(self, ids: Ids, received: Sequence[RecordBatch]) -> _Found | None:
         """Where the records of a batch lie; None if one is missing, irregular, or changes just now."""
-        store = self._store
+        store = self.store
         clear_generation = store.clear_generation()
         words = store.words(ids)
         if clear_generation is None or not len(ids):
@@ -288,7 +290,7 @@ class Gather:
             return None  # irregular records have no columns
         if not store.placed(ids, words):
             return None
-        if not self._sound(ids):
+        if store.verification.verified is not None and not store.present(ids).all():
             return None
         tails, views, staged = None, self._views, None
         if store.on_disk(words):
@@ -326,7 +328,7 @@ class Gather:
                 with a method ``unbind`` that stands for it.
             start, stop: which of the copy's samples the batch has.
         """
-        if not copy.sound or not self._store.unchanged(copy.words, copy.clear_generation):
+        if not copy.sound or not self.store.unchanged(copy.found.words, copy.found.clear_generation):
             return None
         tree = self._tree
         stop = copy.count if stop is None else stop
@@ -344,27 +346,12 @@ class Gather:
                 done.copy_(column.turned(gathered))
             placed = place(done, offset)
             columns.append(_positions(placed) if column.numbers else placed)
-        variables = self._variables(copy, start, stop) if copy.tails is not None else []
+        variables = self._variables(copy, start, stop) if copy.lines is not None else []
         return tree.assemble(columns, variables)
-
-    def holds(self, ids: Ids) -> bool:
-        """Whether the store has these samples now."""
-        return self._store.holds(ids)
-
-    def is_current(self, copy: Copy) -> bool:
-        """Whether the records of a copy have stayed the same since they were looked up."""
-        return self._store.unchanged(copy.words, copy.clear_generation)
-
-    def load(self, staged: StagedBatch) -> bool:
-        """Copy staged records unless that was done; False if one is damaged."""
-        return staged.is_loaded or self._store.load(staged)
-
-    def _sound(self, ids: Ids) -> bool:
-        return self._store.verification.verified is None or bool(self._store.present(ids).all())
 
     def _variables(self, copy: Copy, start: int, stop: int) -> list[Any]:
         """The variable leaves of a batch: text as lists, arrays ragged or padded."""
-        schema, tails, lines = self._schema, copy.tails, copy.lines
+        schema, tails, lines = self._schema, copy.found.tails, copy.lines
         assert tails is not None
         assert lines is not None
         first = 0
@@ -411,7 +398,7 @@ class Gather:
         if self._compared:
             return
         ids = np.array([sample, sample])
-        samples = self._store.read(ids)
+        samples = self.store.read(ids)
         if samples is None:
             return
         try:
