@@ -212,7 +212,8 @@ class RunningWindow:
 
     Example:
         >>> window = RunningWindow(samples=10, resident=4, ahead=2, shuffle=False)
-        >>> window.members(7), window.incoming(7)
+        >>> cursor = 7
+        >>> window.entries(cursor, 4), window.entries(cursor + 4, 2)  # residents, and those that come next
         (array([7, 8, 9, 0]), array([1, 2]))
     """
 
@@ -231,36 +232,14 @@ class RunningWindow:
         longest = self.samples - self.resident - self.ahead + 1
         return -(-self.samples // longest)
 
-    def members(self, cursor: int) -> npt.NDArray[np.int64]:
-        """Return the residents, longest-resident first: shape ``[N]``, indices into the dataset.
-
-        Raises:
-            ArgumentError: ``cursor`` is negative.
-        """
-        return self.entries(cursor, self.resident)
-
-    def incoming(self, cursor: int, count: int | None = None) -> npt.NDArray[np.int64]:
-        """Return the samples to prepare, next first: shape ``[count]``, by default all ``ahead``.
-
-        Raises:
-            ArgumentError: ``cursor`` is negative, or ``count`` outside 0 to ``ahead``.
-        """
-        count = self.ahead if count is None else count
-        if not 0 <= count <= self.ahead:
-            raise ArgumentError(
-                f"count={count} must be from 0 to {self.ahead}, the window's ahead; "
-                "make the window with a larger ahead."
-            )
-        _check_cursor(cursor)
-        return self.entries(cursor + self.resident, count)
-
     def entries(self, start: int, count: int) -> npt.NDArray[np.int64]:
         """Return entries ``start`` to ``start + count - 1`` of the sequence: shape ``[count]``, indices.
 
         Raises:
             ArgumentError: ``start`` is negative.
         """
-        _check_cursor(start)
+        if start < 0:
+            raise ArgumentError(f"start={start} must be 0 or more, a count of entries.")
         cycle, place = np.divmod(np.arange(start, start + count, dtype=np.int64), self.samples)
         if not self.shuffle:
             return place
@@ -287,8 +266,8 @@ def epoch_order(seed: int, epoch: int, cursor: int, resident: int) -> npt.NDArra
 
     Example:
         >>> window = RunningWindow(samples=100, resident=50, ahead=5)
-        >>> used = window.members(20)[epoch_order(window.seed, 4, 20, window.resident)]
-        >>> sorted(used) == sorted(window.members(20))
+        >>> residents = window.entries(20, window.resident)
+        >>> sorted(residents[epoch_order(window.seed, 4, 20, window.resident)]) == sorted(residents)
         True
     """
     _check_resident(resident)
@@ -321,11 +300,6 @@ def _check_sizes(samples: int, resident: int, ahead: int) -> None:
         raise ArgumentError(
             f"ahead={ahead} must be from 0 to {most} with {resident} of {samples} samples resident."
         )
-
-
-def _check_cursor(cursor: int) -> None:
-    if cursor < 0:
-        raise ArgumentError(f"cursor={cursor} must be 0 or more, a count of entries.")
 
 
 def _rate(replace: float | str) -> Fraction:

@@ -59,7 +59,6 @@ _libc = ctypes.CDLL(None)
 
 _LARGEST_METADATA = 16 << 20
 _MADV_POPULATE_READ = 22
-_MADV_POPULATE_WRITE = 23
 
 
 class Address(NamedTuple):
@@ -266,14 +265,14 @@ class Segment:
         with contextlib.suppress(OSError):
             os.posix_fadvise(self.fd, offset, length, os.POSIX_FADV_WILLNEED)
 
-    def populate(self, offset: int, length: int, *, write: bool = False) -> None:
+    def populate(self, offset: int, length: int) -> None:
         """Map these pages into this process now, so that no later touch faults (Linux 5.14)."""
         start = offset // mmap.PAGESIZE * mmap.PAGESIZE
         # Not mmap's own method, which holds the interpreter meanwhile. An older kernel refuses, and pages are
         # mapped at their first touch.
         address = ctypes.c_void_p(self.live.ctypes.data - LIVE_AT + start)
         size = ctypes.c_size_t(offset + length - start)
-        _libc.madvise(address, size, _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ)
+        _libc.madvise(address, size, _MADV_POPULATE_READ)
 
     def discard(self, offset: int, length: int) -> None:
         """Free the memory of these whole pages; they read as zeros from then on."""

@@ -111,7 +111,7 @@ class Reference(Dataset[Any]):
         self.at(0, 0)
 
     def at(self, epoch: int, cursor: int) -> Reference:
-        members = self.policy.members(cursor)
+        members = self.policy.entries(cursor, self.policy.resident)
         if self.window.shuffle:
             members = members[epoch_order(self.window.seed, epoch, cursor, len(members))]
         self.order: list[int] = members.tolist()
@@ -567,7 +567,7 @@ def test_prefill_shows_no_progress_without_a_terminal(make: Make, capfd: pytest.
 def test_an_error_of_the_source_while_prefilling_is_raised(make: Make, tmp_path: Path) -> None:
     source = Raising(tagged, D, 0, tmp_path / "armed")
     window = hotset.Window(N, replace=0.25, prefill=True)
-    source.index = int(RunningWindow(D, N, 2 * R).members(0)[3])
+    source.index = int(RunningWindow(D, N, 2 * R).entries(3, 1)[0])
     cached = make(source, window)
     source.arm()
     found = failure(lambda: next(iter(loader_over(cached))))
@@ -688,7 +688,7 @@ def test_one_window_twice_behind_a_dataset_moves_once(make: Make) -> None:
 def test_an_error_while_preparing_reaches_the_caller_and_training_can_continue(
     workers: int, make: Make, tmp_path: Path
 ) -> None:
-    source = Raising(tagged, D, int(RunningWindow(D, N, 2 * R).incoming(0)[1]), tmp_path / "armed")
+    source = Raising(tagged, D, int(RunningWindow(D, N, 2 * R).entries(N + 1, 1)[0]), tmp_path / "armed")
     cached = make(source, hotset.Window(N, replace=0.25))
     source.arm()
     loader = loader_over(cached, num_workers=workers)
@@ -723,7 +723,7 @@ def test_an_error_while_preparing_reaches_the_caller_and_training_can_continue(
 
 
 def test_an_error_while_preparing_is_raised_with_the_next_batch(make: Make, tmp_path: Path) -> None:
-    source = Raising(tagged, D, int(RunningWindow(D, N, 2 * R).incoming(0)[0]), tmp_path / "armed")
+    source = Raising(tagged, D, int(RunningWindow(D, N, 2 * R).entries(N, 1)[0]), tmp_path / "armed")
     cached = make(source, hotset.Window(N, replace=0.25))
     source.arm()
     batches = iter(loader_over(cached, batch_size=1))
@@ -745,7 +745,7 @@ class RaisingLate(Raising):
 def test_an_error_that_comes_as_the_window_moves_is_raised_before_its_sample_is_used(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = RaisingLate(tagged, D, int(RunningWindow(D, N, 2 * R).incoming(0)[1]), tmp_path / "armed")
+    source = RaisingLate(tagged, D, int(RunningWindow(D, N, 2 * R).entries(N + 1, 1)[0]), tmp_path / "armed")
     cached = make(source, hotset.Window(N, replace=0.25))
     source.arm()
     gate = Path(f"{source.marker}.shut")
@@ -770,7 +770,7 @@ def test_an_error_that_comes_as_the_window_moves_is_raised_before_its_sample_is_
 
 def test_a_sample_that_can_never_be_read_does_not_hold_the_window_up(make: Make, tmp_path: Path) -> None:
     """It enters, and raises when it is used, as without a cache; the samples after it enter as well."""
-    source = Raising(tagged, D, int(RunningWindow(D, N, 2 * R).incoming(0)[0]), tmp_path / "armed")
+    source = Raising(tagged, D, int(RunningWindow(D, N, 2 * R).entries(N, 1)[0]), tmp_path / "armed")
     cached = make(source, hotset.Window(N, replace=0.25))
     source.arm()
     loader = loader_over(cached)
@@ -1212,7 +1212,7 @@ def test_unlike_monais_a_restart_repeats_no_items(make: Make) -> None:
 
 def test_unlike_monais_an_exception_in_the_replacer_does_not_hang(make: Make, tmp_path: Path) -> None:
     """In MONAI the replacement thread dies of it, and ``update_cache()`` waits for the thread for ever."""
-    source = Raising(tagged, D, int(RunningWindow(D, N, 2 * R).incoming(0)[0]), tmp_path / "armed")
+    source = Raising(tagged, D, int(RunningWindow(D, N, 2 * R).entries(N, 1)[0]), tmp_path / "armed")
     cached = make(source)
     source.arm()
     loader = loader_over(cached)

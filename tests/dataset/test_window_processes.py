@@ -247,7 +247,7 @@ def test_a_killed_helper_gives_one_warning_and_filling_continues(
     monkeypatch.setattr(
         "hotset.dataset.active_window._STARTING_SECONDS", 600.0
     )  # what is late then is not told
-    source = Stalling(tagged, D, int(RunningWindow(D, N, 2 * R).incoming(0)[1]), tmp_path / "armed")
+    source = Stalling(tagged, D, int(RunningWindow(D, N, 2 * R).entries(N + 1, 1)[0]), tmp_path / "armed")
     told: list[str] = []
     with hotset.cache(source, window=hotset.Window(N, replace=0.25)) as cached:
         source.arm()

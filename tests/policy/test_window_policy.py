@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from helpers import is_a_sentence
 from hypothesis import example, given, settings
@@ -27,6 +28,7 @@ from hotset.policy.window import (
 # No deadline: a machine that is busy with other work is no fault.
 fuzz = settings(max_examples=100, deadline=None, database=None)
 
+Indices = npt.NDArray[np.int64]
 SEEDS = st.integers(-(2**63), 2**64 - 1)
 
 
@@ -36,6 +38,16 @@ def windows(draw: st.DrawFn, largest: int = 200) -> RunningWindow:
     resident = draw(st.integers(1, samples))
     ahead = draw(st.integers(0, min(resident, samples - resident)))
     return RunningWindow(samples, resident, ahead, draw(SEEDS), draw(st.booleans()))
+
+
+def residents_of(window: RunningWindow, cursor: int) -> Indices:
+    """The residents at this cursor, the longest-resident first."""
+    return window.entries(cursor, window.resident)
+
+
+def incoming_of(window: RunningWindow, cursor: int, count: int | None = None) -> Indices:
+    """The samples to prepare at this cursor, the next first."""
+    return window.entries(cursor + window.resident, window.ahead if count is None else count)
 
 
 # How large
@@ -146,10 +158,7 @@ def test_bad_replace_rates(replace: Any) -> None:
         (lambda: RunningWindow(10, 0, 0), "resident=0"),
         (lambda: RunningWindow(10, 11, 0), "samples, 10"),
         (lambda: RunningWindow(10, 4, 5), "from 0 to 4"),
-        (lambda: RunningWindow(10, 4, 2).members(-1), "cursor=-1"),
-        (lambda: RunningWindow(10, 4, 2).incoming(-1), "cursor=-1"),
-        (lambda: RunningWindow(10, 4, 2).incoming(0, 3), "count=3"),
-        (lambda: RunningWindow(10, 4, 2).incoming(0, -1), "count=-1"),
+        (lambda: RunningWindow(10, 4, 2).entries(-1, 4), "start=-1"),
         (lambda: epoch_order(0, 0, 0, 0), "resident=0"),
     ],
 )
@@ -357,7 +366,7 @@ def test_the_sequence_never_changes() -> None:
 def test_an_entry_of_a_huge_data_set_is_found_without_drawing_its_cycle() -> None:
     window = RunningWindow(samples=2**50, resident=2000, ahead=500, seed=3)
     cursor = 7 * 2**50 - 1200  # some of a cycle's end and of the next one's beginning
-    drawn = np.concatenate([window.members(cursor), window.incoming(cursor)])
+    drawn = np.concatenate([residents_of(window, cursor), incoming_of(window, cursor)])
     assert len(set(drawn.tolist())) == 2500
     assert 0 <= drawn.min() < 2**50 // 100
     assert 2**50 * 0.99 < drawn.max() < 2**50
@@ -394,7 +403,7 @@ def test_a_sample_is_never_resident_twice_nor_resident_and_incoming(window: Runn
 @fuzz
 @given(windows(), st.integers(0, 10**12))
 def test_members_and_incoming_are_all_different(window: RunningWindow, cursor: int) -> None:
-    members, incoming = window.members(cursor), window.incoming(cursor)
+    members, incoming = residents_of(window, cursor), incoming_of(window, cursor)
     assert members.shape == (window.resident,)
     assert incoming.shape == (window.ahead,)
     assert members.dtype == incoming.dtype == np.int64
@@ -409,9 +418,9 @@ def test_what_enters_was_incoming_and_what_leaves_was_there_longest(
     window: RunningWindow, cursor: int, data: Any
 ) -> None:
     ready = data.draw(st.integers(0, window.ahead))
-    before, after = window.members(cursor), window.members(cursor + ready)
-    entered = window.incoming(cursor, ready)
-    assert entered.tolist() == window.incoming(cursor)[:ready].tolist()
+    before, after = residents_of(window, cursor), residents_of(window, cursor + ready)
+    entered = incoming_of(window, cursor, ready)
+    assert entered.tolist() == incoming_of(window, cursor)[:ready].tolist()
     assert after.tolist() == [*before, *entered][ready:]
 
 
@@ -452,8 +461,8 @@ def test_without_shuffle_samples_enter_in_the_data_sets_order() -> None:
 
 def test_all_resident_is_a_window_that_stands_still() -> None:
     window = RunningWindow(20, 20, 0)
-    assert sorted(window.members(0)) == list(range(20))
-    assert window.incoming(0).tolist() == []
+    assert sorted(residents_of(window, 0)) == list(range(20))
+    assert incoming_of(window, 0).tolist() == []
     assert epochs_until_all_seen(20, 20, 0) == 1
 
 
@@ -468,14 +477,14 @@ def test_the_references_example() -> None:
     assert epochs_until_all_seen(100, 50, 5) == 11
 
     window = RunningWindow(100, resident, replaced, shuffle=False)
-    assert window.members(0).tolist() == list(range(50))
-    assert window.incoming(0).tolist() == [50, 51, 52, 53, 54]
-    assert window.members(5).tolist() == list(range(5, 55))
-    assert window.members(50).tolist() == list(range(50, 100))
-    assert window.incoming(50).tolist() == [0, 1, 2, 3, 4]
-    assert window.members(100).tolist() == list(range(50))
+    assert residents_of(window, 0).tolist() == list(range(50))
+    assert incoming_of(window, 0).tolist() == [50, 51, 52, 53, 54]
+    assert residents_of(window, 5).tolist() == list(range(5, 55))
+    assert residents_of(window, 50).tolist() == list(range(50, 100))
+    assert incoming_of(window, 50).tolist() == [0, 1, 2, 3, 4]
+    assert residents_of(window, 100).tolist() == list(range(50))
     # Twenty epochs are one cycle: each of the 100 is used in ten of them.
-    uses = Counter(i for epoch in range(20) for i in window.members(5 * epoch).tolist())
+    uses = Counter(i for epoch in range(20) for i in residents_of(window, 5 * epoch).tolist())
     assert uses == dict.fromkeys(range(100), 10)
 
 
@@ -491,7 +500,7 @@ def test_all_are_seen_in_the_promised_epochs_and_not_before(window: RunningWindo
     seen: set[int] = set()
     for epoch in range(epochs):
         assert len(seen) < samples
-        seen |= set(window.members(epoch * replaced).tolist())
+        seen |= set(residents_of(window, epoch * replaced).tolist())
     assert len(seen) == samples
 
 
@@ -508,7 +517,7 @@ def test_in_every_cycle_each_sample_is_used_equally_often(
     uses = np.zeros((5, samples), int)
     for cursor in range(0, 4 * samples, replaced):
         cycle = np.arange(cursor, cursor + resident) // samples
-        np.add.at(uses, (cycle, window.members(cursor)), 1)
+        np.add.at(uses, (cycle, residents_of(window, cursor)), 1)
     full = uses[1:4]
     assert {full.min(), full.max()} == {resident // replaced, -(-resident // replaced)}
 
@@ -519,14 +528,14 @@ def test_late_fillers_change_when_samples_enter_and_not_how_often(window: Runnin
     """Any number may be ready at a boundary: the sequence goes on where it was."""
     moves = data.draw(st.lists(st.integers(0, window.ahead), max_size=40))
     cursor = 0
-    resident = window.members(0).tolist()
+    resident = residents_of(window, 0).tolist()
     entered = Counter(resident)
     for ready in moves:
-        came = window.incoming(cursor, ready).tolist()
+        came = incoming_of(window, cursor, ready).tolist()
         resident = resident[ready:] + came
         entered.update(came)
         cursor += ready
-        assert resident == window.members(cursor).tolist()
+        assert resident == residents_of(window, cursor).tolist()
         assert len(set(resident)) == window.resident
     times = [entered[i] for i in range(window.samples)]
     assert max(times) - min(times) <= 1
@@ -535,6 +544,6 @@ def test_late_fillers_change_when_samples_enter_and_not_how_often(window: Runnin
 @settings(fuzz, max_examples=50)
 @given(windows(), st.integers(0, 10**6), st.integers(1, 8))
 def test_ranks_part_an_epoch_without_talking(window: RunningWindow, epoch: int, ranks: int) -> None:
-    used = window.members(epoch)[epoch_order(window.seed, epoch, epoch, window.resident)]
+    used = residents_of(window, epoch)[epoch_order(window.seed, epoch, epoch, window.resident)]
     parts = [i for rank in range(ranks) for i in used[rank::ranks].tolist()]
-    assert sorted(parts) == sorted(window.members(epoch).tolist())
+    assert sorted(parts) == sorted(residents_of(window, epoch).tolist())

@@ -213,7 +213,7 @@ def test_discard_gives_memory_back_and_reserve_takes_it() -> None:
         assert made.reserve(at, size)
         assert (os.fstat(made.fd).st_blocks - blocks) * 512 == size
         made.buffer[at : at + 4] = b"abcd"
-        made.populate(at, size, write=True)
+        made.populate(at, size)
         assert made.buffer[at : at + 4] == b"abcd"
         made.discard(at, size)
         assert os.fstat(made.fd).st_blocks == blocks
