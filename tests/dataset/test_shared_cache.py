@@ -50,6 +50,13 @@ GIB = 1 << 30
 DIMS = (3, 8, 8)
 
 
+def slots_of(cache: SharedCache) -> slots.Slots:
+    """What is under a cache: tests damage it, fill it up, and look at the memory that it takes."""
+    found = cache._slots
+    assert found is not None
+    return found
+
+
 def picture(i: int, dims: tuple[int, ...] = DIMS, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
     return torch.full(dims, i % 251, dtype=dtype)
 
@@ -423,9 +430,7 @@ def test_creating_a_cache_far_larger_than_the_machine_touches_nothing() -> None:
 
 def _taken(cache: SharedCache) -> int:
     """Bytes that a cache's memory takes on the machine."""
-    slots_ = cache._slots
-    assert slots_ is not None
-    return os.fstat(slots_.store.segment.fd).st_blocks * 512
+    return os.fstat(slots_of(cache).segment.fd).st_blocks * 512
 
 
 def test_samples_of_any_shape_stay_under_the_limit() -> None:
@@ -454,7 +459,7 @@ def test_a_record_overwritten_without_room_is_no_longer_served() -> None:
     assert len(told(lambda: cache.__setitem__(0, torch.ones(20_000)))) == 1
     assert cache.get_slot(0) is None
     assert same(cache.get_slot(1), torch.ones(100))
-    cache._slots.store.allocator._refused_until = 0.0  # type: ignore[union-attr]  # as after half a second
+    slots_of(cache).store.allocator.reopen()  # as after half a second
     cache[0] = torch.ones(50)
     assert same(cache.get_slot(0), torch.ones(50))
     sound()
@@ -487,7 +492,7 @@ def test_without_memory_slots_stay_empty_after_one_warning(
 ) -> None:
     cache = small(2000) if make is picture else any_shape(2000)
     other = pickle.loads(pickle.dumps(cache))
-    left = cache._slots.store.segment.geometry.rows_at + 50_000  # type: ignore[union-attr]
+    left = slots_of(cache).store.segment.geometry.rows_at + 50_000
 
     def headroom() -> Headroom:
         return Headroom(max(left - _taken(cache), 0), GIB, "control group /job (memory.max)")
@@ -506,7 +511,7 @@ def test_without_memory_slots_stay_empty_after_one_warning(
     assert 50 < held < 2000
     assert all(same(cache.get_slot(i), make(i)) for i in range(2000) if cache.aux_array[i] == 1)
     monkeypatch.undo()
-    other._slots.store.allocator._refused_until = 0.0  # type: ignore[union-attr]  # as after half a second
+    slots_of(other).store.allocator.reopen()  # as after half a second
     for i in range(2000):
         other.set_slot(i, make(i))
     assert all(same(cache.get_slot(i), make(i)) for i in range(2000))
@@ -721,7 +726,7 @@ def test_a_sample_cleared_and_set_again_while_it_is_copied_is_copied_again(
     for _ in range(3):
         cache[0] = torch.ones(9)
     other = pickle.loads(pickle.dumps(cache))
-    before = cache._slots.word(0)  # type: ignore[union-attr]
+    before = slots_of(cache).word(0)
     cleared: list[bool] = []
 
     def empty(*args: Any) -> Any:
@@ -734,7 +739,7 @@ def test_a_sample_cleared_and_set_again_while_it_is_copied_is_copied_again(
     monkeypatch.setattr(slots.np, "empty", empty)
     found = cache.get_slot(0)
     monkeypatch.undo()
-    assert cache._slots.word(0) == before  # type: ignore[union-attr]
+    assert slots_of(cache).word(0) == before
     assert same(found, torch.zeros(400))
 
 
@@ -881,7 +886,7 @@ def test_waiting_for_a_stopped_writer_is_bounded(there: bool, monkeypatch: pytes
         cache[0] = picture(1)
 
     def claim() -> None:
-        assert Claims(cache._slots.store.participant).take_one(0, overwrite=True) is not None  # type: ignore[union-attr]
+        assert Claims(slots_of(cache).store.participant).take_one(0, overwrite=True) is not None
 
     with lingering(claim) as pid:
         stop(pid)
@@ -901,7 +906,7 @@ def test_waiting_for_a_stopped_writer_is_bounded(there: bool, monkeypatch: pytes
 def test_a_clear_waits_for_writers_and_gives_up_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = small()
     cache[1] = picture(1)
-    store = cache._slots.store  # type: ignore[union-attr]
+    store = slots_of(cache).store
     monkeypatch.setattr(store, "clear", lambda: type(store).clear(store, timeout=0.1))
 
     def claim() -> None:
@@ -1016,7 +1021,7 @@ def test_a_copy_is_the_same_cache_and_outlives_the_original() -> None:
     copied[4] = picture(4)
     again = pickle.loads(pickle.dumps(copied))
     assert same(again[4], picture(4))
-    assert again._slots.store.check() == []
+    assert slots_of(again).store.check() == []
 
 
 def test_a_cache_whose_processes_are_gone_is_empty_with_a_warning() -> None:
@@ -1067,7 +1072,7 @@ def test_with_verification_a_damaged_record_counts_as_missing(
     for i in range(20):
         cache[i] = make(i)
         assert same(cache.get_slot(i), make(i))
-    store = cache._slots.store  # type: ignore[union-attr]
+    store = slots_of(cache).store
     (store.rows[3] if make is picture else store.lines[3])[17] ^= 1
     damaged = [i for i in range(20) if cache.get_slot(i) is None]
     assert len(damaged) == 1
@@ -1166,7 +1171,7 @@ class Model(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "views"):
-            assert self.cache._slots.store.check() == []  # type: ignore[union-attr]
+            assert slots_of(self.cache).store.check() == []
             for view in self.views:
                 view.__del__()
 

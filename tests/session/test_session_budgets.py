@@ -229,7 +229,7 @@ def test_a_servers_budget_bounds_its_sessions_together(disk: str) -> None:
         read_all(caches[0], kilobyte, 60)
     caches[1].clear()
     room = store_of(caches[1]).allocator
-    room._refused_until = 0.0  # as after half a second
+    room.reopen()  # as after half a second
     read_all(caches[1], kilobyte, 60)
     assert 40_000 < report(found[1]).memory <= 50_000, "what is destroyed is free for others"
     for cached in caches:

@@ -80,7 +80,7 @@ class Budget:
 
 def later(store: Store) -> None:
     """Half a second later: room that was refused is asked for again."""
-    store.allocator._refused_until = 0.0
+    store.allocator.reopen()
 
 
 @settings(max_examples=40, deadline=None, database=None)

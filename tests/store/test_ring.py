@@ -430,7 +430,7 @@ def test_lines_of_what_has_not_left_are_never_given_up() -> None:
         for step in (0, 1, 1, 2, 3):
             move(ring, cursor_of(ring) + step)
             before = contents(ring, window(ring))
-            ring.allocator._refused_until = 0.0
+            ring.allocator.reopen()
             got = ring.fill(window(ring), make)
             assert sorted([*before, *got]) == window(ring).tolist()
             assert set(before) <= set(contents(ring, window(ring)))
@@ -465,7 +465,7 @@ def test_in_a_tight_budget_many_laps_fit_and_the_limit_holds() -> None:
         views = [ring, other]
         while cursor_of(ring) < laps * slots:
             for view in views:
-                view.allocator._refused_until = 0.0
+                view.allocator.reopen()
                 for part in np.array_split(window(ring, slots), 4):
                     view.fill(part, make, keep=False)
             assert used(ring) <= limit
@@ -485,7 +485,7 @@ def test_what_is_written_and_not_published_yet_is_in_use() -> None:
 
         def write_and_wait(records: Any) -> Any:
             words = write(records)
-            other.allocator._refused_until = 0.0
+            other.allocator.reopen()
             other.fill(ids(5, 6, 7), make)  # finds room for its own before the first is published
             return words
 
@@ -771,7 +771,7 @@ class RingMachine(RuleBasedStateMachine):
         here = set(wanted[ring.present(wanted)].tolist())
         last: dict[int, int] = {}
         if rested:
-            ring.allocator._refused_until = 0.0
+            ring.allocator.reopen()
         was_full = ring.allocator.is_full
 
         def read(entry: int) -> Any:

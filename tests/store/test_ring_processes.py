@@ -85,7 +85,7 @@ def fill_forever(ring: Ring, make: Any, seed: int) -> Callable[[], None]:
         choose = random.Random(seed)
         with view_of(ring) as mine:
             while True:
-                mine.allocator._refused_until = 0.0
+                mine.allocator.reopen()
                 entries = window(mine)
                 if choose.random() < 0.5:
                     choose.shuffle(entries)
@@ -169,7 +169,7 @@ def test_what_killed_fillers_had_of_a_tight_budget_is_not_lost() -> None:
                 kill(pid)
             idle = lingering(lambda: _take_and_stay(ring, extent=False))
             with idle if lap % 2 else contextlib.nullcontext():
-                ring.allocator._refused_until = 0.0
+                ring.allocator.reopen()
                 ring.fill(window(ring), make, keep=False)
                 assert ring.present(window(ring)).all(), f"in lap {lap}"
                 assert ring.check() == []

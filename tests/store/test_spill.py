@@ -248,7 +248,7 @@ class SpillMachine(StoreMachine):
         StoreMachine.nothing_is_wrong(self)
         for view in self.views:
             assert view.spill is not None
-            view.spill.allocator._refused_until = 0.0  # as after half a second
+            view.spill.allocator.reopen()  # as after half a second
             view.spill.allocator._free = no_room if self.is_full else view.spill._free
 
     @rule(view=st.integers(0, 2))
@@ -588,7 +588,7 @@ def test_what_cannot_be_written_comes_from_the_source(
         assert store.why_full is not None
         assert wrong(stored(store), make) == {}
         assert count(store) == 2
-        store.spill.allocator._refused_until = 0.0  # type: ignore[union-attr]
+        store.spill.allocator.reopen()  # type: ignore[union-attr]
         store.fill(ALL, make)
         assert count(store) == N
         assert store.check() == []

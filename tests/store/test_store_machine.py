@@ -91,7 +91,7 @@ class StoreMachine(RuleBasedStateMachine):
         store = self.views[view % len(self.views)]
         self.last: dict[int, int] = {}
         before = self.readings
-        store.allocator._refused_until = 0.0  # as after half a second
+        store.allocator.reopen()  # as after half a second
         uncached = store.fill(ids(wanted), self._read, keep=keep)
         assert set(self.last) == set(wanted) - set(self.model)
         assert self.readings - before == len(self.last), "each absent sample is read once"
