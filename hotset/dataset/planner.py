@@ -29,6 +29,7 @@ from hotset.dataset.arguments import CacheOptions
 from hotset.dataset.cut_search import CutChoice, Row, choose
 from hotset.dataset.held_attributes import HeldAttributes, Room
 from hotset.dataset.identity import Identity, NotShared, unshareable
+from hotset.dataset.lost_threads import has_threads, polars_was_begun
 from hotset.dataset.memory_budget import held_by_others, memory_limit, window_sizes
 from hotset.dataset.pipeline import Cuts, Pipeline, Source
 from hotset.dataset.plan import Plan, file_bytes, remedies
@@ -36,7 +37,6 @@ from hotset.dataset.source_judgement import judge_source
 from hotset.dataset.source_reader import seconds_in_groups
 from hotset.dataset.stream_probe import batch_size_of, has_shuffle
 from hotset.dataset.stream_source import StreamSource
-from hotset.dataset.threads_begun import ThreadsBegun
 from hotset.dataset.window import Sizes
 from hotset.determinism.chain import leaves
 from hotset.determinism.declare import declared
@@ -170,9 +170,10 @@ def _plan_by_reading(
     limit, warned = memory_limit(options)
     held = held_by_others(options.session, limit)
     compared = HeldAttributes(dataset, _steps(pipeline), Room.larger())
-    threads = ThreadsBegun()
+    had_polars = has_threads("polars")
     choice, source, probed = _decide(pipeline, options, limit - held)
-    warned += threads.warnings(name)
+    if not had_polars and has_threads("polars"):
+        warned.append(polars_was_begun(name))
     inferred = _infer_schema(source, probed)
     stored = not isinstance(inferred, SchemaMismatch)
     judged, believed = judge_source(dataset, source, probed, stored=stored)

@@ -20,7 +20,6 @@ arguments over the same dataset without the cache.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import multiprocessing
 import os
@@ -38,6 +37,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from hotset._warnings import warn
 from hotset.dataset.cached_dataset import Current, current_of, fill_for_workers, pass_begins
 from hotset.dataset.cached_stream import CachedStream, followed_passes, passes_of
+from hotset.dataset.lost_threads import has_threads
 from hotset.determinism.rng import Generators
 from hotset.errors import ArgumentError, StateError
 from hotset.loader.batch_buffer import BlockCollate
@@ -601,14 +601,7 @@ def _is_of_stream(state: dict[str, Any]) -> bool:
 def _forks_beside_tokio(context: Any) -> bool:
     """Whether workers are forked, and this process has threads of tokio, which a fork does not copy."""
     method = multiprocessing.get_start_method() if context is None else context.get_start_method()
-    if method != "fork":
-        return False
-    with contextlib.suppress(OSError):  # no /proc
-        for thread in os.listdir("/proc/self/task"):
-            with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm") as name:
-                if name.read().startswith("tokio"):
-                    return True
-    return False
+    return method == "fork" and has_threads("tokio")
 
 
 def _unchanged(message: BatchMessage) -> BatchMessage:

@@ -32,7 +32,6 @@ COMPOSED: dict[tuple[str, str], tuple[str, ...]] = {
         "dataset/memory_budget.py:window_sizes",
         "dataset/memory_budget.py:_too_small",
         "dataset/stream_probe.py:_order_warning",
-        "dataset/threads_begun.py:ThreadsBegun.warnings",
     ),
     ("cli/doctor.py", "doctor"): ("cli/doctor.py:_no_loader",),
     ("dataset/cached_dataset.py", "CachedDataset._read_uncached"): (),
@@ -44,6 +43,7 @@ COMPOSED: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     ("dataset/fill_now.py", "fill_now"): (),
     ("dataset/memo_calls.py", "Calls._tell"): (),
+    ("dataset/planner.py", "_plan_by_reading"): ("dataset/lost_threads.py:polars_was_begun",),
     ("dataset/prefetch_pool.py", "PrefetchPool._warn"): (),
     ("dataset/sample_access.py", "SampleAccess.bring"): (
         "dataset/source_reader.py:SourceReader._read_alone",
