@@ -31,6 +31,8 @@ import numpy as np
 import torch
 
 from hotset._progress import counting_bar
+from hotset._warnings import warn
+from hotset.dataset.attachment import Attachment
 from hotset.dataset.prefetch_pool import PrefetchPool
 from hotset.dataset.window import Sizes
 from hotset.errors import StateError
@@ -67,7 +69,7 @@ class ActiveWindow:
     Args:
         sizes: the window's sizes.
         wait, prefill: see :class:`Window`.
-        ring: holds the entries; None if nothing can be cached.
+        attachment: how this process reaches the ring that holds the entries, if anything can be cached.
         read: returns the sample at an index of the dataset, up to the cut.
         name: the dataset's name, for warnings.
     """
@@ -75,7 +77,7 @@ class ActiveWindow:
     def __init__(
         self,
         sizes: Sizes,
-        ring: Ring | None,
+        attachment: Attachment,
         read: Callable[[int], Any],
         name: str,
         *,
@@ -84,6 +86,7 @@ class ActiveWindow:
     ) -> None:
         self.sizes = sizes
         self._policy = sizes.policy()
+        self._attachment = attachment
         self._read = read
         self._name = name
         self._wait = wait
@@ -99,16 +102,23 @@ class ActiveWindow:
         self._samples: dict[int, Ids] = {}
         self._served: float = 0
         self._started = 0.0
+        ring = self.ring
         # Epoch and cursor if nothing can be cached, as there is no slot then: workers may be persistent.
         self._epoch_words = _words() if ring is None else None
         if ring is not None:
             self._remember_slot(ring)
 
+    @property
+    def ring(self) -> Ring | None:
+        """The ring with the window's cursor, even if no samples are served from it any more."""
+        store = self._attachment.store()
+        return store if isinstance(store, Ring) else None
+
     # ---- which samples -------------------------------------------------------------------------------
 
-    def entries(self, positions: Ids | None, ring: Ring | None) -> Ids:
+    def entries(self, positions: Ids | None) -> Ids:
         """The entries at these positions of the epoch, or at all of them."""
-        epoch, cursor = self._epoch_and_cursor(ring)
+        epoch, cursor = self._epoch_and_cursor()
         if self._order is None or self._order[0] != (epoch, cursor):
             offsets = np.arange(self.sizes.resident)
             if self.sizes.shuffle:
@@ -130,18 +140,19 @@ class ActiveWindow:
         """Read an entry's sample, up to the cut."""
         return self._read(self.sample(entry))
 
-    def cursor(self, ring: Ring | None) -> int:
+    def cursor(self) -> int:
         """How many samples have left the window."""
-        return self._epoch_and_cursor(ring)[1]
+        return self._epoch_and_cursor()[1]
 
-    def reading(self, read: Callable[[int], Any]) -> ActiveWindow:
-        """The same window with another function that reads samples."""
+    def reading(self, read: Callable[[int], Any], attachment: Attachment) -> ActiveWindow:
+        """The same window with another function that reads samples, and another store."""
         other = copy.copy(self)
-        other._read = read
+        other._read, other._attachment = read, attachment
         return other
 
-    def _epoch_and_cursor(self, ring: Ring | None) -> tuple[int, int]:
+    def _epoch_and_cursor(self) -> tuple[int, int]:
         """Epoch and cursor of the process that announces epochs: this one, or this worker's parent."""
+        ring = self.ring
         if ring is None and self._epoch_words is not None:
             return int(self._epoch_words[0]), int(self._epoch_words[1])
         if (
@@ -155,36 +166,34 @@ class ActiveWindow:
 
     # ---- boundaries ----------------------------------------------------------------------------------
 
-    def begin_next(
-        self, ring: Ring | None, processes: int, context: Any, warn: Callable[[str], None]
-    ) -> None:
+    def begin_next(self, processes: int, context: Any) -> None:
         """Begin the next epoch, unless the user has announced one since the last."""
         if not self._announced:
-            self.begin(self._position.epoch + 1, ring, processes, context, warn)
+            self.begin(self._position.epoch + 1, processes, context)
         self._announced = False
 
-    def announce(self, epoch: int, ring: Ring | None, warn: Callable[[str], None]) -> None:
+    def announce(self, epoch: int) -> None:
         """Begin an epoch for the user; a loader that starts next does not begin another."""
-        self.begin(epoch, ring, 1, None, warn)
+        self.begin(epoch, 1, None)
         self._announced = True
 
-    def begin(
-        self, epoch: int, ring: Ring | None, processes: int, context: Any, warn: Callable[[str], None]
-    ) -> None:
+    def begin(self, epoch: int, processes: int, context: Any) -> None:
         """Begin an epoch in this process, and move the cursor unless another process has done so.
 
         Args:
             epoch: its number; the current one has no effect.
-            ring: the store.
             processes: how many prefetch workers to start, if there are none yet.
             context: the multiprocessing context that starts them.
-            warn: warns about late samples, once for all processes.
+
+        Warns:
+            HotsetWarning: samples are late; once for all processes.
 
         Raises:
             Exception: what the dataset has raised in a prefetch worker.
         """
         if epoch == self._position.epoch:
             return
+        ring = self.ring
         if ring is None:  # nothing can be cached
             moves = self.sizes.replaced if self._position.epoch >= 0 else 0
             self._set_position(WindowPosition(epoch, self._position.cursor + moves, 0))
@@ -203,7 +212,7 @@ class ActiveWindow:
         if self._wait and not ring.invalidated and 0 < int(live[Live.WINDOW_EPOCH]) <= number:
             due = self._due(ring)
             ring.fill(due[~ring.settled(due)], self.read, keep=False)
-        self._move(ring, number, warn)
+        self._move(ring, number)
         self.raise_errors()  # a sample that entered because a worker has just given it up
         self._position = WindowPosition(epoch, int(live[Live.WINDOW_CURSOR]), int(live[Live.WINDOW_BEHIND]))
         self._publish_position(ring)
@@ -212,8 +221,9 @@ class ActiveWindow:
                 self._fill_first(ring)
             self._pool.request(self._due(ring))
 
-    def prepare(self, ring: Ring | None, processes: int, context: Any) -> None:
+    def prepare(self, processes: int, context: Any) -> None:
         """Have the samples prepared that are due at the next boundary; see :meth:`begin`."""
+        ring = self.ring
         if ring is not None:
             self._start_workers(ring, processes, context)
             if self._pool is not None:
@@ -232,7 +242,7 @@ class ActiveWindow:
         now = WindowState.of(ring)
         return _run(now.cursor + self.sizes.resident, self.sizes.due(now.behind))
 
-    def _move(self, ring: Ring, epoch: int, warn: Callable[[str], None]) -> None:
+    def _move(self, ring: Ring, epoch: int) -> None:
         """Move the cursor, if no other process has moved it there already."""
         with ring.participant.short_lock() as held:
             now = WindowState.of(ring)
@@ -243,11 +253,9 @@ class ActiveWindow:
                 fresh = not ring.settled(_run(now.cursor, self.sizes.resident)).any()
                 after = self.sizes.moved(now, epoch, len(due) if self._wait or fresh else ready)
                 after.put(ring)
-                self._warn_late(ring, now, after, warn)
+                self._warn_late(ring, now, after)
 
-    def _warn_late(
-        self, ring: Ring, before: WindowState, after: WindowState, warn: Callable[[str], None]
-    ) -> None:
+    def _warn_late(self, ring: Ring, before: WindowState, after: WindowState) -> None:
         live = ring.segment.live
         # Once, or in the first second, the reason may be that the workers were just started.
         if self.sizes.auto or not before.behind or time.monotonic() <= self._started + _STARTING_SECONDS:
@@ -275,10 +283,11 @@ class ActiveWindow:
             show(int(settled.sum()))
         self.raise_errors()
 
-    def count(self, samples: int, ring: Ring | None, warn: Callable[[str], None]) -> None:
+    def count(self, samples: int) -> None:
         """Count samples that another kind of loader has taken; warn if no epochs are announced."""
         self._served += samples
         if 2 * self.sizes.resident < self._served < math.inf:
+            ring = self.ring
             begun = self._position.epoch >= 0 or (ring is not None and ring.segment.live[Live.WINDOW_EPOCH])
             if self.sizes.replaced and not begun:
                 warn(
@@ -304,10 +313,11 @@ class ActiveWindow:
         epoch, cursor, behind = self._position
         return [*map(int, self.sizes), epoch + 1, cursor, behind]
 
-    def go_to(self, position: WindowPosition, ring: Ring | None) -> None:
+    def go_to(self, position: WindowPosition) -> None:
         """Continue the window at this position."""
         self._set_position(position)
         self._offset, self._announced = 0, False
+        ring = self.ring
         if ring is None:
             return
         self._remember_slot(ring)

@@ -251,8 +251,8 @@ def _current(pipeline: Pipeline, identity: Identity, options: CacheOptions, agai
         elif store.segment.trusted:
             map_ahead(store.segment)
     remote = remote_cache(options, identity, store)
-    window = _active_window(result, options.given.window, store)
     attachment = Attachment(store, handle, result.plan.name)
+    window = _active_window(result, options.given.window, attachment)
     access = SampleAccess(result.source, result.plan, attachment, window, remote, options.given.concurrency)
     moved = tuple(result.metadata.get("moved", ()))
     return Current(result.source, result.plan, access, window, remote, identity.lookup_key, moved)
@@ -426,11 +426,10 @@ def _limit(result: PlanResult, options: CacheOptions, location: CacheLocation | 
     return location.limit if options.given.memory == "auto" else min(own_memory(options), location.limit)
 
 
-def _active_window(result: PlanResult, window: Window | None, store: Store | None) -> ActiveWindow | None:
+def _active_window(result: PlanResult, window: Window | None, attachment: Attachment) -> ActiveWindow | None:
     plan = result.plan
     if plan.window is None or window is None:
         return None
-    ring = store if isinstance(store, Ring) else None
     return ActiveWindow(
-        plan.window, ring, result.source.read, plan.name, wait=window.wait, prefill=window.prefill
+        plan.window, attachment, result.source.read, plan.name, wait=window.wait, prefill=window.prefill
     )

@@ -288,7 +288,7 @@ class CachedDataset(DatasetProxy[T]):
         ids[ids < 0] += current.plan.used
         access = current.access
         if current.window is not None:
-            current.window.count(len(ids), access.ring, access.warn)
+            current.window.count(len(ids))
         return access.records(access.sample_ids(ids))
 
     def _from_dataset(self, index: Any) -> Any:
@@ -322,12 +322,12 @@ class CachedDataset(DatasetProxy[T]):
 
     @staticmethod
     def _stats_of(current: Current) -> Stats:
-        window, ring = current.window, current.access.ring
-        replaced = window.cursor(ring) if window is not None else 0
+        window = current.window
+        replaced = window.cursor() if window is not None else 0
         store, used = current.access.store, current.plan.used
         if store is None:
             return Stats(0, used, 0, 0, 0, current.access.uncached, 0.0, replaced=replaced)
-        entries = window.entries(None, ring) if window is not None else None
+        entries = window.entries(None) if window is not None else None
         peers = current.remote.traffic() if current.remote is not None else {}
         return stats_of(store, used, entries, peers, replaced)
 
@@ -419,7 +419,7 @@ class CachedDataset(DatasetProxy[T]):
         self._follow_epoch(held)
         current = self._current
         if current.window is not None:
-            current.window.announce(epoch, current.access.ring, current.access.warn)
+            current.window.announce(epoch)
             current.access.warn_of_machines()
 
     def _follow_epoch(self, held: HeldAttributes) -> None:
@@ -539,12 +539,13 @@ class CachedDataset(DatasetProxy[T]):
         old = self._current
         pipeline = Pipeline.of(self._dataset, self._arguments.transform)
         source = Source(pipeline.dataset, (), (), pipeline.given)
-        window = old.window.reading(source.read) if old.window is not None else None
+        nowhere = Attachment(None, None, old.plan.name)
+        window = old.window.reading(source.read, nowhere) if old.window is not None else None
         rows = tuple(row._replace(cached=False) for row in old.plan.rows[:1])
         samples = old.plan.samples if window is not None else len(self._dataset)
         warnings = (why,) if why is not None else ()
         plan = replace(old.plan, rows=rows, samples=samples, sample_bytes=0, warnings=warnings)
-        access = SampleAccess(source, plan, Attachment(None, None, plan.name), window, None)
+        access = SampleAccess(source, plan, nowhere, window, None)
         self._use(Current(source, plan, access, window, None, old.lookup_key))
         old.close()
         if why is not None:

@@ -42,7 +42,6 @@ from hotset.store.claims import Ids
 from hotset.store.fill import Read
 from hotset.store.format import DESTROYED, PRESENT, Live, Slot
 from hotset.store.record_batch import RecordBatch
-from hotset.store.ring import Ring
 from hotset.store.store import Store
 
 if TYPE_CHECKING:  # what it needs is an extra
@@ -119,12 +118,6 @@ class SampleAccess:
         return self._attachment.store()
 
     @property
-    def ring(self) -> Ring | None:
-        """The ring with the window's cursor, even if no samples are served from it any more."""
-        store = self.any_store
-        return store if isinstance(store, Ring) else None
-
-    @property
     def spills(self) -> bool:
         """Whether some samples may lie on a disk."""
         store = self.store
@@ -132,7 +125,7 @@ class SampleAccess:
 
     def sample_ids(self, positions: Ids) -> Ids:
         """The sample ids at these positions of the epoch; without a window they are the same."""
-        return positions if self._window is None else self._window.entries(positions, self.ring)
+        return positions if self._window is None else self._window.entries(positions)
 
     def holds(self, positions: Ids | None) -> bool:
         """Whether all samples at these positions of the epoch, or at all, are cached now."""
@@ -140,7 +133,7 @@ class SampleAccess:
         if store is None:
             return False
         if self._window is not None:
-            return store.holds(self._window.entries(positions, self.ring))
+            return store.holds(self._window.entries(positions))
         return store.holds(positions)
 
     @property
@@ -344,7 +337,7 @@ class SampleAccess:
             context: the multiprocessing context that starts them, or its name.
         """
         if self._window is not None:
-            self._window.begin_next(self.ring, processes, context, self.warn)
+            self._window.begin_next(processes, context)
             self.warn_of_machines()
 
     def prepare(self, processes: int, context: Any) -> None:
@@ -353,12 +346,12 @@ class SampleAccess:
         The arguments are those of :meth:`begin_next`.
         """
         if self._window is not None:
-            self._window.prepare(self.ring, processes, context)
+            self._window.prepare(processes, context)
 
     def go_to(self, position: WindowPosition) -> None:
         """Continue the window at this position."""
         if self._window is not None:
-            self._window.go_to(position, self.ring)
+            self._window.go_to(position)
 
     # ---- counters and audits ----------------------------------------------------------
 
@@ -459,7 +452,7 @@ class SampleAccess:
             return
         ids = np.arange(len(store.segment.used_index))
         if self._window is not None:
-            ids = np.sort(self._window.entries(None, self.ring))
+            ids = np.sort(self._window.entries(None))
         drawing = ids[store.index.drawing(ids)].tolist()
         if drawing and _first_to_warn(store, Live.WARNED_DRAWS, self._job):
             complete = self._window is None and not store.index.missing(ids).any()

@@ -520,7 +520,7 @@ def test_the_first_epoch_fills_the_window_and_helpers_do_not_overtake_it(make: M
     next(batches)
     residents = current_of(cached).window
     assert set(log.order()) <= set(incoming(cached, R)) | {
-        residents.sample(int(entry)) for entry in residents.entries(np.arange(N), store_of(cached))
+        residents.sample(int(entry)) for entry in residents.entries(np.arange(N))
     }
     assert log.total() >= 4
     list(batches)
