@@ -76,7 +76,7 @@ class _Owner:
     def __init__(self, size: int, batch: int, allowed: bytes) -> None:
         count = batch * max(2, min(16, _MOST // (batch * size)))
         source = Noise(count, size)
-        schema = Schema.infer([source.truth(0), source.truth(1)], as_lies=True)
+        schema = Schema.infer([source.truth(0), source.truth(1)], keep_order=True)
         limit = 2 * count * schema.stride + (8 << 20)
         self._store = Store.create(schema, count, limit, about={"name": "bench"})
         self._store.fill(np.arange(count), source.truth, keep=False)

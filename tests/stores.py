@@ -47,10 +47,10 @@ def opened(
     *,
     first: Iterable[int] = (0, 1),
     path: Path | str | None = None,
-    as_lies: bool = True,
+    keep_order: bool = True,
 ) -> Iterator[Store]:
     """An empty store of ``n`` samples ``make(i)``, whose schema comes from the samples ``first``."""
-    schema = Schema.infer([make(i) for i in first], as_lies=as_lies)
+    schema = Schema.infer([make(i) for i in first], keep_order=keep_order)
     where = None if path is None else str(path)
     with contextlib.closing(Store.create(schema, n, limit, about={"name": "test"}, path=where)) as store:
         yield store

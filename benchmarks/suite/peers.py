@@ -55,7 +55,7 @@ def peers(settings: Settings) -> Outcome:
     for name, (size, tail, batch) in _SHAPES.items():
         make = _sample(size, tail)
         count = batch * (2 if settings.quick else max(8, min(64, (64 << 20) // (batch * size))))
-        schema = Schema.infer([make(0), make(1)], as_lies=True)
+        schema = Schema.infer([make(0), make(1)], keep_order=True)
         limit = 2 * count * (schema.stride + 2 * tail) + (1 << 22)
         with contextlib.closing(Store.create(schema, count, limit, about={"name": "bench"})) as store:
             store.fill(np.arange(count), make, keep=False)

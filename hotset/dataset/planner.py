@@ -285,7 +285,7 @@ def _infer_schema(source: Source, probed: Probe) -> tuple[Schema, int, float, li
     """
     # With a live part, samples are read one by one, otherwise in batches: see hotset.store.array_leaf.
     try:
-        schema = Schema.infer(probed.samples, as_lies=bool(source.live))
+        schema = Schema.infer(probed.samples, keep_order=bool(source.live))
     except SchemaMismatch as mismatch:
         return mismatch
     sample_bytes, refused = _measure(schema, probed.samples)

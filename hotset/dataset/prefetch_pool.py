@@ -62,7 +62,7 @@ class PrefetchPool:
         >>> import time, numpy as np, torch
         >>> from hotset.store.schema import Schema
         >>> rows = torch.arange(8.0).view(4, 2)
-        >>> store = Store.create(Schema.infer([rows[0]], as_lies=False), samples=4, limit=1 << 20, about={})
+        >>> store = Store.create(Schema.infer([rows[0]], keep_order=False), 4, 1 << 20, about={})
         >>> pool = PrefetchPool(store, rows.__getitem__, processes=1)
         >>> pool.request(np.arange(4))  # returns at once
         >>> while not pool.idle:

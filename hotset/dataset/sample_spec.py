@@ -54,10 +54,10 @@ class SampleSpec:
         try:
             if dims is None:
                 two = [(np.zeros(count, np.int64), torch.empty(count, dtype=dtype)) for count in (1, 2)]
-                return Schema.infer(two, as_lies=True)
+                return Schema.infer(two, keep_order=True)
             size = math.prod(dims) * dtype.itemsize
             if size <= _LARGEST_SAMPLE:
-                return Schema.infer([torch.empty(dims, dtype=dtype)], as_lies=True)
+                return Schema.infer([torch.empty(dims, dtype=dtype)], keep_order=True)
         except (SchemaMismatch, AttributeError, RuntimeError, TypeError) as error:
             raise ArgumentError(
                 "dtype= must be a torch.dtype whose values are whole bytes, such as torch.uint8, "

@@ -5,8 +5,8 @@ device, is sparse, or is a subclass without a codec, is refused, not flattened: 
 describe it.
 
 Dense arrays that are not in C order in memory (a picture read as HWC and permuted to CHW) keep their order: a
-live transform that sums over the picture would round otherwise. They are stored *as they lie* in memory where
-single samples are wanted, and *as they count*, in C order, where whole batches are gathered, because
+live transform that sums over the picture would round otherwise. They are stored in that order where single
+samples are wanted (``keep_order``), and in C order where whole batches are gathered, because
 ``torch.stack`` gives batches in C order.
 """
 
@@ -30,7 +30,7 @@ __all__ = [
     "array_from_json",
     "array_leaf",
     "dense_strides",
-    "lies_in",
+    "is_dense_in",
     "memory_order",
     "refuse_dtype",
     "refuse_tensor",
@@ -64,7 +64,7 @@ def dense_strides(shape: Shape, order: Shape) -> Shape:
     return tuple(strides)
 
 
-def lies_in(order: Shape, shape: Shape, strides: Shape) -> bool:
+def is_dense_in(order: Shape, shape: Shape, strides: Shape) -> bool:
     """Whether an array of this shape and strides (in elements) is dense, its dimensions in that order."""
     dense = dense_strides(shape, order)
     return all(size == 1 or have == want for size, have, want in zip(shape, strides, dense, strict=True))
@@ -73,11 +73,11 @@ def lies_in(order: Shape, shape: Shape, strides: Shape) -> bool:
 def memory_order(shape: Shape, strides: Shape) -> Shape:
     """The order of a dense array's dimensions in memory, outermost first; C order if it is not dense."""
     identity = tuple(range(len(shape)))
-    if lies_in(identity, shape, strides):
+    if is_dense_in(identity, shape, strides):
         return identity
     # Dimensions of one element have arbitrary strides: they go first, and count for nothing.
     order = tuple(sorted(identity, key=lambda axis: (shape[axis] != 1, -strides[axis], axis)))
-    return order if lies_in(order, shape, strides) else identity
+    return order if is_dense_in(order, shape, strides) else identity
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class ArrayLeaf(Leaf):
         ndim: number of dimensions.
         shape: the shape that all samples share, or None if it varies.
         order: how the dimensions of a sample lie in memory, outermost first.
-        as_lies: stored in that order; False stores them in C order.
+        keep_order: stored in that order; False stores them in C order.
         writeable: whether a numpy array can be written to; True for tensors.
     """
 
@@ -99,7 +99,7 @@ class ArrayLeaf(Leaf):
     ndim: int
     shape: Shape | None
     order: Shape
-    as_lies: bool
+    keep_order: bool
     writeable: bool = True
 
     @cached_property
@@ -135,7 +135,7 @@ class ArrayLeaf(Leaf):
 
     def stored_shape(self, shape: Shape) -> Shape:
         """Shape of what is stored for a sample of this shape: permuted if stored as it lies."""
-        return tuple(shape[axis] for axis in self.order) if self.as_lies else shape
+        return tuple(shape[axis] for axis in self.order) if self.keep_order else shape
 
     def check(self, value: object) -> Carrier:
         array = _tensor_carrier(value, self) if self.library == "torch" else _numpy_carrier(value, self)
@@ -144,7 +144,7 @@ class ArrayLeaf(Leaf):
         if max(array.shape, default=0) > LARGEST_DIMENSION:
             raise SchemaMismatch(f"shape {array.shape}, with more than 32 bits")
         self._check_order(array)
-        return array.transpose(self.order) if self.as_lies and not self.is_plain else array
+        return array.transpose(self.order) if self.keep_order and not self.is_plain else array
 
     def check_all(self, values: Sequence[Any]) -> list[Carrier]:
         if self.shape is None or not self.is_plain:
@@ -185,7 +185,7 @@ class ArrayLeaf(Leaf):
         if array.size == 0 or (self.is_plain and array.flags.c_contiguous):
             return
         strides = tuple(step // array.itemsize for step in array.strides)
-        if lies_in(self.order, array.shape, strides):
+        if is_dense_in(self.order, array.shape, strides):
             return
         if not self.is_plain or memory_order(array.shape, strides) != self.order:
             raise SchemaMismatch("its dimensions lie in another order in memory")
@@ -221,7 +221,7 @@ class ArrayLeaf(Leaf):
             array = flat.view(stored)
         if self.is_plain:
             return array
-        if self.as_lies:
+        if self.keep_order:
             return array.transpose(self._inverse) if self.library == "numpy" else array.permute(self._inverse)
         return self._lay_out(array)
 
@@ -260,7 +260,7 @@ class ArrayLeaf(Leaf):
             "ndim": self.ndim,
             "shape": self.shape,
             "order": self.order,
-            "as_lies": self.as_lies,
+            "as_lies": self.keep_order,
             **({} if self.writeable else {"writeable": False}),
         }
 
@@ -310,7 +310,7 @@ def refuse_tensor(value: torch.Tensor) -> None:
         raise SchemaMismatch(f"a tensor with attributes of its own ({', '.join(vars(value))})")
 
 
-def array_leaf(value: object, *, as_lies: bool) -> ArrayLeaf | None:
+def array_leaf(value: object, *, keep_order: bool) -> ArrayLeaf | None:
     """Return the leaf that fits exactly this tensor or array; None if it is neither.
 
     Raises:
@@ -322,7 +322,7 @@ def array_leaf(value: object, *, as_lies: bool) -> ArrayLeaf | None:
             raise SchemaMismatch(f"a tensor of {value.dtype}")
         shape = tuple(value.shape)
         order = memory_order(shape, value.stride())
-        return ArrayLeaf("torch", _TORCH_NAMES[value.dtype], value.ndim, shape, order, as_lies)
+        return ArrayLeaf("torch", _TORCH_NAMES[value.dtype], value.ndim, shape, order, keep_order)
     if type(value) is np.ndarray:
         if value.dtype.kind not in _CACHED_KINDS:
             raise SchemaMismatch(f"a numpy array of {value.dtype}")
@@ -330,7 +330,7 @@ def array_leaf(value: object, *, as_lies: bool) -> ArrayLeaf | None:
         strides = tuple(step // max(value.itemsize, 1) for step in value.strides)
         order = memory_order(value.shape, strides)
         writeable = value.flags.writeable
-        return ArrayLeaf("numpy", value.dtype.str, value.ndim, value.shape, order, as_lies, writeable)
+        return ArrayLeaf("numpy", value.dtype.str, value.ndim, value.shape, order, keep_order, writeable)
     return None
 
 
@@ -340,14 +340,14 @@ def array_from_json(described: Any) -> ArrayLeaf:
     Raises:
         ValueError, KeyError, TypeError: the description does not fit any array.
     """
-    library, dtype, ndim, as_lies = (described[key] for key in ("library", "dtype", "ndim", "as_lies"))
+    library, dtype, ndim, keep_order = (described[key] for key in ("library", "dtype", "ndim", "as_lies"))
     shape = None if described["shape"] is None else tuple(described["shape"])
     order = tuple(described["order"])
     if library == "torch":
         TORCH_DTYPES[dtype]
     elif library != "numpy" or np.dtype(dtype).kind not in _CACHED_KINDS or np.dtype(dtype).str != dtype:
         raise ValueError(f"an array must be of torch or numpy, with a known dtype, got {library}, {dtype}")
-    if type(ndim) is not int or type(as_lies) is not bool or sorted(order) != list(range(ndim)):
+    if type(ndim) is not int or type(keep_order) is not bool or sorted(order) != list(range(ndim)):
         raise ValueError(f"the order must be a permutation of {ndim!r} dimensions, got {order}")
     sizes = () if shape is None else shape
     if any(type(n) is not int or not 0 <= n <= LARGEST_DIMENSION for n in sizes) or len(sizes) not in (
@@ -358,4 +358,4 @@ def array_from_json(described: Any) -> ArrayLeaf:
     writeable = described.get("writeable", True)
     if type(writeable) is not bool or (library == "torch" and not writeable):
         raise ValueError(f"an array of {library} must be writeable or not, got {writeable!r}")
-    return ArrayLeaf(library, dtype, ndim, shape, order, as_lies, writeable)
+    return ArrayLeaf(library, dtype, ndim, shape, order, keep_order, writeable)

@@ -47,8 +47,8 @@ class Column:
         width: bytes of the leaf.
         dtype: of the batch's tensor.
         shape: of one sample in it.
-        lies: the stored shape, and the permutation back from it, if samples are stored in the order of their
-            memory (:mod:`hotset.store.array_leaf`); otherwise None.
+        permuted: the stored shape, and the permutation back from it, if samples are stored in the order that
+            they have in memory (:mod:`hotset.store.array_leaf`); otherwise None.
         numbers: whether it is a list of numbers, of which collating makes a list: a tensor for each position.
             The column of a batch is that of shape (positions, samples).
     """
@@ -57,21 +57,21 @@ class Column:
     width: int
     dtype: torch.dtype
     shape: tuple[int, ...]
-    lies: tuple[tuple[int, ...], tuple[int, ...]] | None
+    permuted: tuple[tuple[int, ...], tuple[int, ...]] | None
     numbers: bool = False
 
     @property
-    def turns(self) -> bool:
+    def is_reordered(self) -> bool:
         """Whether its elements are copied once more, in another order, after they were gathered."""
-        return self.numbers or self.lies is not None
+        return self.numbers or self.permuted is not None
 
-    def turned(self, gathered: torch.Tensor) -> torch.Tensor:
+    def reordered(self, gathered: torch.Tensor) -> torch.Tensor:
         """Gathered samples, whose bytes these are, as a view in the batch's order."""
         values = gathered.view(self.dtype)
         if self.numbers:
             return values.t()
-        assert self.lies is not None
-        stored, back = self.lies
+        assert self.permuted is not None
+        stored, back = self.permuted
         return values.view(len(values), *stored).permute(0, *back)
 
     def batched(self, count: int) -> tuple[int, ...]:
@@ -140,11 +140,11 @@ class BatchTree:
         if isinstance(node, ArrayLeaf):
             dtype = node.torch_dtype if node.library == "torch" else torch_dtype(node.dtype)
             shape: tuple[int, ...] = node.shape or ()
-            lies = None
-            if node.as_lies and not node.is_plain:
+            permuted = None
+            if node.keep_order and not node.is_plain:
                 inverse = np.argsort(node.order).tolist()
-                lies = (node.stored_shape(shape), tuple(1 + axis for axis in inverse))
-            column = Column(offset, node.fixed_bytes or 0, dtype, shape, lies)
+                permuted = (node.stored_shape(shape), tuple(1 + axis for axis in inverse))
+            column = Column(offset, node.fixed_bytes or 0, dtype, shape, permuted)
         elif isinstance(node, NumberLeaf):
             dtype = _DTYPES.get(node.kind) or torch_dtype(node.kind)
             column = Column(offset, node.fixed_bytes, dtype, (), None)

@@ -148,8 +148,8 @@ class Copy:
 
     Attributes:
         columns: of the batch: the memory of each, and its offset in the block.
-        unturned: by the number of its column: what is selected of a column whose axes are stored in another
-            order, until :meth:`Gather.finish` turns it.
+        to_reorder: by the number of its column: what is selected of a column whose axes are stored in another
+            order, until :meth:`Gather.finish` copies it in the batch's.
         selections: rows to select with torch: from where, which, to where.
         pieces: the same, where records come from several places.
         lines, lines_at: memory for the lines of all tails, and its offset in the block.
@@ -164,7 +164,7 @@ class Copy:
         self.selections: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.pieces: list[Piece] = []
         self.columns: list[tuple[torch.Tensor, int]] = []
-        self.unturned: dict[int, torch.Tensor] = {}
+        self.to_reorder: dict[int, torch.Tensor] = {}
         self.lines: torch.Tensor | None = None
         self.lines_at = columns_bytes
         self.sound = True
@@ -261,10 +261,10 @@ class Gather:
         for column, view, offset in zip(self._tree.columns, found.views, offsets, strict=True):
             out = block.tensor(offset, count * column.width)
             copy.columns.append((out, offset))
-            if column.turns:
+            if column.is_reordered:
                 # Stored in another order: selected to memory of its own, then copied in the batch's.
                 out = torch.empty_like(out)
-                copy.unturned[len(copy.columns) - 1] = out
+                copy.to_reorder[len(copy.columns) - 1] = out
             if column.width:
                 out = out.view(count, column.width)
                 if found.mix is None:
@@ -341,9 +341,9 @@ class Gather:
                 offset += start * column.width
                 done = copy.block.tensor(offset, count * column.width, column.dtype)
                 done = done.view(column.batched(count)) if column.shape else done
-            if column.turns and column.width:
-                gathered = copy.unturned[number].view(copy.count, column.width)[start:stop]
-                done.copy_(column.turned(gathered))
+            if column.is_reordered and column.width:
+                gathered = copy.to_reorder[number].view(copy.count, column.width)[start:stop]
+                done.copy_(column.reordered(gathered))
             placed = place(done, offset)
             columns.append(_positions(placed) if column.numbers else placed)
         variables = self._variables(copy, start, stop) if copy.lines is not None else []

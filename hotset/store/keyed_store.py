@@ -457,4 +457,4 @@ class KeyedStore(Store):
 
 def _no_schema() -> Schema:
     """A schema that hardly a value has: each is stored in a form of its own."""
-    return Schema.infer([None], as_lies=True)
+    return Schema.infer([None], keep_order=True)

@@ -22,7 +22,7 @@ from hotset.store.python_leaves import (
 __all__ = ["leaf_from_json", "leaf_of"]
 
 
-def leaf_of(value: object, *, as_lies: bool) -> Leaf | None:
+def leaf_of(value: object, *, keep_order: bool) -> Leaf | None:
     """Return the leaf that fits exactly this value, or None if no kind of leaf does.
 
     Raises:
@@ -32,7 +32,7 @@ def leaf_of(value: object, *, as_lies: bool) -> Leaf | None:
         return NoneLeaf()
     if type(value) in (str, bytes):
         return TextLeaf(type(value).__name__)
-    array = array_leaf(value, as_lies=as_lies)
+    array = array_leaf(value, keep_order=keep_order)
     if array is not None:
         return array
     if type(value) in (list, tuple):

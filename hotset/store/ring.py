@@ -225,7 +225,7 @@ class Ring(Store):
     Example:
         >>> import torch
         >>> from hotset.store.format import Live
-        >>> schema = Schema.infer([torch.zeros(2)], as_lies=True)
+        >>> schema = Schema.infer([torch.zeros(2)], keep_order=True)
         >>> ring = Ring.create(schema, 4, 1 << 20, about={})
         >>> _ = ring.fill(np.arange(4), lambda entry: torch.tensor([entry, 0.0]))
         >>> ring.segment.live[Live.WINDOW_CURSOR] = 2

@@ -141,12 +141,12 @@ class Schema:
         )
 
     @classmethod
-    def infer(cls, samples: Sequence[object], *, as_lies: bool) -> Schema:
+    def infer(cls, samples: Sequence[object], *, keep_order: bool) -> Schema:
         """Return the schema that fits most of these samples; of several such, the one that comes first.
 
         Args:
             samples: at least one.
-            as_lies: store arrays as they lie in memory (wanted where single samples are read).
+            keep_order: store arrays in the order that they have in memory: for single samples.
 
         Raises:
             SchemaMismatch: no sample can be cached; says what the first one holds, and where.
@@ -157,7 +157,7 @@ class Schema:
             if best is not None and best._fits(sample):
                 continue  # its form would be the same
             try:
-                tree = infer(sample, as_lies, "")
+                tree = infer(sample, keep_order, "")
             except SchemaMismatch as mismatch:
                 refused = refused or mismatch
                 continue
@@ -434,15 +434,15 @@ def _as_tuple(names: Any) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def infer(value: object, as_lies: bool, where: str) -> Node:
+def infer(value: object, keep_order: bool, where: str) -> Node:
     try:
-        leaf = leaf_of(value, as_lies=as_lies)
+        leaf = leaf_of(value, keep_order=keep_order)
         if leaf is not None:
             leaf.check(value)  # what a kind cannot hold (an int of 100 bits) shows here
             return leaf
         codec = codec_of(value)
         if codec is not None:
-            return Group("object", (), (infer(codec.flatten(value), as_lies, where),), None, codec.name)
+            return Group("object", (), (infer(codec.flatten(value), keep_order, where),), None, codec.name)
     except SchemaMismatch as mismatch:
         raise SchemaMismatch(f"{where or 'the sample'}: {mismatch}") from None
     parts = _kind_of(value)
@@ -463,7 +463,7 @@ def infer(value: object, as_lies: bool, where: str) -> Node:
     if where.count("[") > _DEEPEST:
         raise SchemaMismatch("a sample that is nested too deeply, or contains itself")
     children = tuple(
-        infer(part, as_lies, f"{where}[{key!r}]")
+        infer(part, keep_order, f"{where}[{key!r}]")
         for key, part in zip(keys or range(len(values)), values, strict=True)
     )
     return Group(kind, keys, children, type(value) if kind in ("namedtuple", "dataclass") else None)

@@ -533,9 +533,9 @@ def unpacked(schema: Schema, found: WireRecords) -> list[Any]:
     st.booleans(),
 )
 def test_what_is_packed_is_sound_and_comes_out_as_it_was(
-    make: Callable[[int], Any], numbers: list[int], as_lies: bool
+    make: Callable[[int], Any], numbers: list[int], keep_order: bool
 ) -> None:
-    schema = Schema.infer([make(0), make(1)], as_lies=as_lies)
+    schema = Schema.infer([make(0), make(1)], keep_order=keep_order)
     cache = cache_of(schema)
     found, records = packing.pack(cache, schema, {number: make(number) for number in numbers})
     assert found.tolist() == numbers
@@ -553,7 +553,7 @@ def test_what_is_packed_is_sound_and_comes_out_as_it_was(
     )
 )
 def test_texts_of_any_length_travel(values: dict[int, tuple[str, bytes]]) -> None:
-    schema = Schema.infer([("a", b"b"), ("", b"longer")], as_lies=True)
+    schema = Schema.infer([("a", b"b"), ("", b"longer")], keep_order=True)
     values = values or {0: ("", b"")}
     found, records = packing.pack(cache_of(schema), schema, values)
     assert found.tolist() == list(values)
@@ -562,7 +562,7 @@ def test_texts_of_any_length_travel(values: dict[int, tuple[str, bytes]]) -> Non
 
 
 def test_what_cannot_be_kept_is_absent() -> None:
-    schema = Schema.infer([samples.kilobyte(0)], as_lies=True)
+    schema = Schema.infer([samples.kilobyte(0)], keep_order=True)
     odd = {3: samples.kilobyte(3), 4: samples.Opaque(4), 5: samples.kilobyte(5), 6: samples.huge_int(6)}
     found, records = packing.pack(cache_of(schema), schema, odd, absent=[9])
     assert found.tolist() == [3, 5, 9, 4, 6]
@@ -577,7 +577,7 @@ def test_what_cannot_be_kept_is_absent() -> None:
 @pytest.mark.parametrize("make", [samples.kilobyte, samples.jpeg_like])
 def test_one_message_is_not_too_large(make: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "LARGEST", 5000)
-    schema = Schema.infer([make(0), make(1)], as_lies=True)
+    schema = Schema.infer([make(0), make(1)], keep_order=True)
     found, records = packing.pack(cache_of(schema), schema, {number: make(number) for number in range(40)})
     there = records.generations >= 0
     assert sorted(found.tolist()) == list(range(40))

@@ -86,7 +86,7 @@ class Four:
     """Four machines without processes; ``limits`` says what some may hold, all others hold anything."""
 
     def __init__(self, **limits: int) -> None:
-        schema = Schema.infer([self.text(0), self.text(1)], as_lies=True)
+        schema = Schema.infer([self.text(0), self.text(1)], keep_order=True)
         self.reads: list[int] = []
         self.members = tuple(Member(name, "", "", "", 1 << 20) for name in FOUR)
         self.peers = {

@@ -529,7 +529,7 @@ def _program(body: str) -> Iterator[subprocess.Popen[str]]:
             time.sleep(1000)
 
         signal.signal(signal.SIGTERM, lambda *_: None)  # a handler that helpers must not inherit
-        schema = Schema.infer([image_and_label(0), image_and_label(1)], as_lies=True)
+        schema = Schema.infer([image_and_label(0), image_and_label(1)], keep_order=True)
         store = Store.create(schema, 9, 1 << 20, about={"name": "test"})
         pool = PrefetchPool(store, read, processes=2)
         pool.request(ids(range(9)))

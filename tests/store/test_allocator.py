@@ -164,7 +164,7 @@ def test_after_the_limit_was_hit_smaller_tails_still_find_room() -> None:
 
 
 def test_room_is_there_until_it_was_refused() -> None:
-    stride = Schema.infer([row(0), row(1)], as_lies=True).stride
+    stride = Schema.infer([row(0), row(1)], keep_order=True).stride
     with opened(row, 40, 10 * stride) as store, attached(store) as other:
         for sample in range(10):
             assert store.has_room()
@@ -428,7 +428,7 @@ _STORE = (
     + """
 from hotset.store.schema import Schema
 from hotset.store.store import Store
-store = Store.create(Schema.infer([image(0)], as_lies=True), 360, 4 << 30, about={})
+store = Store.create(Schema.infer([image(0)], keep_order=True), 360, 4 << 30, about={})
 def right(i, value):
     return value[0] == i % 251 and bool((value == value[0]).all())
 for epoch in range(2):
@@ -451,7 +451,7 @@ n = 20_000_000
 def image(i):
     return torch.full((512,), i)
 try:
-    store = Store.create(Schema.infer([image(0)], as_lies=True), n, 4 << 30, about={})
+    store = Store.create(Schema.infer([image(0)], keep_order=True), n, 4 << 30, about={})
 except OSError as error:
     print(error)
     sys.exit(0 if "memory" in str(error) else 1)

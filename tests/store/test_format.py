@@ -322,7 +322,7 @@ fixed_leaves = st.one_of(tensors, arrays, scalars)
 
 
 def _stride(sample: Any) -> int:
-    schema = Schema.infer([sample], as_lies=True)
+    schema = Schema.infer([sample], keep_order=True)
     assert schema.stride % 8 == 0
     return schema.stride
 
@@ -354,7 +354,7 @@ def test_a_record_with_tails_costs_at_most_64_bytes_and_the_padding_of_the_tails
     def sample(length: int) -> Any:
         return [fixed, texts, torch.zeros(length, 3)]
 
-    schema = Schema.infer([sample(atoms), sample(atoms + 1)], as_lies=True)
+    schema = Schema.infer([sample(atoms), sample(atoms + 1)], keep_order=True)
     prepared = schema.prepare(sample(atoms))
     assert schema.stride - _content(fixed) <= 64
     assert 0 <= fmt.LINE * prepared.tail_lines - prepared.tail_bytes < fmt.LINE

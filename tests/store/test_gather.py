@@ -93,8 +93,8 @@ def check(
     make: Make, collate: Callable[[list[Any]], Any] = default_collate, first: Sequence[int] = (0, 1)
 ) -> None:
     """Fail unless gathered batches of these samples are the collate function's, stored in either way."""
-    for as_lies in (True, False):
-        with opened(make, N, first=first, as_lies=as_lies) as store:
+    for keep_order in (True, False):
+        with opened(make, N, first=first, keep_order=keep_order) as store:
             store.fill(np.arange(N), make)
             gather, collate_ = gather_for(store, collate)
             for order in ORDERS:

@@ -222,14 +222,18 @@ def test_another_process_has_hits_too(tmp_path: Path) -> None:
 def test_the_common_form_is_that_of_most() -> None:
     """The first sample has a caption, and nearly no other."""
     several = [sometimes_none(i) for i in range(8)]
-    assert Schema.infer(several, as_lies=True).to_json() == Schema.infer(several[1:], as_lies=True).to_json()
+    assert (
+        Schema.infer(several, keep_order=True).to_json()
+        == Schema.infer(several[1:], keep_order=True).to_json()
+    )
     # Of those that differ in shapes only, one form is made.
     shapes = [torch.zeros(2, 3), {"x": 1}, torch.zeros(4, 3), {"x": 2}, torch.zeros(5, 3)]
-    assert [leaf.fixed_bytes for leaf in Schema.infer(shapes, as_lies=True).leaves] == [None]
+    assert [leaf.fixed_bytes for leaf in Schema.infer(shapes, keep_order=True).leaves] == [None]
     # Of several with as many samples, the first.
-    assert Schema.infer([1, "a"], as_lies=True).to_json() == Schema.infer([1], as_lies=True).to_json()
+    assert Schema.infer([1, "a"], keep_order=True).to_json() == Schema.infer([1], keep_order=True).to_json()
     assert (
-        Schema.infer([Opaque(1), 1, "a"], as_lies=True).to_json() == Schema.infer([1], as_lies=True).to_json()
+        Schema.infer([Opaque(1), 1, "a"], keep_order=True).to_json()
+        == Schema.infer([1], keep_order=True).to_json()
     )
 
 
@@ -247,7 +251,7 @@ def test_default_batches_are_gathered_though_the_first_sample_is_odd(workers: in
             got = list(loader)
         expected = list(DataLoader(torch.utils.data.Subset(Samples(make, N), indices), batch_size=13))
         equal_batches(got, expected)
-        assert store_of(cached).schema.to_json() == Schema.infer([make(1)], as_lies=False).to_json()
+        assert store_of(cached).schema.to_json() == Schema.infer([make(1)], keep_order=False).to_json()
 
 
 # What cannot be cached
@@ -427,7 +431,7 @@ def _odd_record(store: Store, i: int) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def filled(make: Make = boxes, n: int = 24, **options: Any) -> Any:
-    schema = Schema.infer([make(i) for i in range(n)], as_lies=True)
+    schema = Schema.infer([make(i) for i in range(n)], keep_order=True)
     with contextlib.closing(Store.create(schema, n, 1 << 20, about={}, **options)) as store:
         store.fill(np.arange(n), make)
         yield store
@@ -452,7 +456,7 @@ def test_a_damaged_record_is_found(part: str) -> None:
 
 
 def test_a_damaged_record_on_a_disk_is_read_again(tmp_path: Path) -> None:
-    schema = Schema.infer([boxes(i) for i in range(24)], as_lies=True)
+    schema = Schema.infer([boxes(i) for i in range(24)], keep_order=True)
     spill = SpillTo(str(tmp_path))
     with contextlib.closing(Store.create(schema, 24, 0, about={}, spill=spill)) as store:
         store.fill(np.arange(24), boxes)
@@ -519,8 +523,8 @@ def test_a_clear_in_the_midst_of_a_reading_shows() -> None:
 
 @settings(max_examples=100, deadline=None, database=None)
 @given(st.lists(trees, min_size=2, max_size=6), st.booleans(), st.sampled_from([400, 1 << 20]))
-def test_random_trees_lie_side_by_side(several: list[Any], as_lies: bool, limit: int) -> None:
-    schema = Schema.infer(several, as_lies=as_lies)
+def test_random_trees_lie_side_by_side(several: list[Any], keep_order: bool, limit: int) -> None:
+    schema = Schema.infer(several, keep_order=keep_order)
     with contextlib.closing(Store.create(schema, len(several), limit, about={})) as store:
         store.fill(np.arange(len(several)), several.__getitem__)
         assert store.check() == []

@@ -62,9 +62,9 @@ def mixed(
 
 
 @contextlib.contextmanager
-def two(make: Make, here: Sequence[int], as_lies: bool) -> Iterator[tuple[Store, Store]]:
+def two(make: Make, here: Sequence[int], keep_order: bool) -> Iterator[tuple[Store, Store]]:
     """A store with all samples, and one that has only some."""
-    with opened(make, N, as_lies=as_lies) as whole, opened(make, N, as_lies=as_lies) as part:
+    with opened(make, N, keep_order=keep_order) as whole, opened(make, N, keep_order=keep_order) as part:
         whole.fill(np.arange(N), make)
         part.fill(ids(here), make)
         yield whole, part
@@ -78,13 +78,13 @@ def two(make: Make, here: Sequence[int], as_lies: bool) -> Iterator[tuple[Store,
     st.lists(st.integers(0, 3), min_size=N, max_size=N),
 )
 def test_a_batch_of_both_is_the_collate_functions(
-    kind: tuple[Make, Callable[[list[Any]], Any]], as_lies: bool, order: list[int], where: list[int]
+    kind: tuple[Make, Callable[[list[Any]], Any]], keep_order: bool, order: list[int], where: list[int]
 ) -> None:
     make, collate = kind
     places = {number: [sample for sample in range(N) if where[sample] == number] for number in range(4)}
     here = sorted({0, *places[0]})  # one of them is compared with the collate function
     parts = [[sample for sample in places[number] if sample != 0] for number in (1, 2, 3)]
-    with two(make, here, as_lies) as (whole, store):
+    with two(make, here, keep_order) as (whole, store):
         found = mixed(whole, store, collate, order, [part for part in parts if part])
         _, collated = gather_for(whole, collate)
         equal_batches(plain(found), plain(collated([make(i) for i in order])))

@@ -75,7 +75,7 @@ BOTH = pytest.mark.parametrize("make", [fixed, variable])
 
 @contextlib.contextmanager
 def opened(make: Make, slots: int = M, limit: int = 1 << 20, cursor: int = 0, **more: Any) -> Iterator[Ring]:
-    schema = Schema.infer([make(0), make(1)], as_lies=True)
+    schema = Schema.infer([make(0), make(1)], keep_order=True)
     with contextlib.closing(Ring.create(schema, slots, limit, about={"name": "test"}, **more)) as ring:
         move(ring, cursor)
         yield ring
@@ -292,7 +292,7 @@ def test_after_a_clear_everything_is_absent_and_cursor_and_epoch_are_as_they_wer
 def test_a_store_is_no_ring_and_a_ring_no_store() -> None:
     with opened(fixed) as ring, pytest.raises(SegmentError, match="has a window"):
         Store.attach(ring.segment.address)
-    schema = Schema.infer([fixed(0)], as_lies=True)
+    schema = Schema.infer([fixed(0)], keep_order=True)
     store = Store.create(schema, M, 1 << 20, about={})
     with contextlib.closing(store), pytest.raises(SegmentError, match="has a window"):
         Ring.attach(store.segment.address)
@@ -377,7 +377,7 @@ def test_an_exception_of_the_source_refuses_nothing() -> None:
 
 
 def test_entries_without_a_row_are_settled_and_the_others_stored() -> None:
-    schema = Schema.infer([fixed(0)], as_lies=True)
+    schema = Schema.infer([fixed(0)], keep_order=True)
     with opened(fixed, limit=3 * schema.stride) as ring:
         got = ring.fill(window(ring)[:5], fixed)
         got |= ring.fill(window(ring)[5:], fixed)
@@ -411,7 +411,7 @@ def sized(lines: Callable[[int], int]) -> Make:
 
 
 def limit_for(make: Make, slots: int, lines: int) -> int:
-    return slots * Schema.infer([make(0), make(1)], as_lies=True).stride + lines * LINE
+    return slots * Schema.infer([make(0), make(1)], keep_order=True).stride + lines * LINE
 
 
 def test_lines_of_what_has_left_are_given_up_oldest_first_and_no_more_than_needed() -> None:
@@ -721,7 +721,7 @@ class RingMachine(RuleBasedStateMachine):
     )
     def create(self, kind: str, limit: int, start: int) -> None:
         self.kind, self.limit = kind, limit
-        schema = Schema.infer([self.version(0, 0), self.version(1, 0)], as_lies=True)
+        schema = Schema.infer([self.version(0, 0), self.version(1, 0)], keep_order=True)
         self.views = [Ring.create(schema, M, limit, about={})]
         move(self.ring, start)
 

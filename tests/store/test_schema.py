@@ -103,9 +103,9 @@ def fits(schema: Schema, value: object) -> bool:
 def exchanged(first: Sequence[object], value: object) -> list[str]:
     """How a schema of others alters a sample: refused it may be, but not given back as something else."""
     found = []
-    for as_lies in (True, False):
+    for keep_order in (True, False):
         try:
-            schema = Schema.infer(first, as_lies=as_lies)
+            schema = Schema.infer(first, keep_order=keep_order)
             if fits(schema, value):
                 found += altered(schema, value)
         except SchemaMismatch:
@@ -134,10 +134,10 @@ def nested(i: int) -> Any:
     return {key: value for key, value in samples.nested(i).items() if not isinstance(key, tuple)}
 
 
-@pytest.mark.parametrize("as_lies", [True, False])
-def test_samples_come_out_as_they_went_in(as_lies: bool) -> None:
+@pytest.mark.parametrize("keep_order", [True, False])
+def test_samples_come_out_as_they_went_in(keep_order: bool) -> None:
     for make in (*MAKERS, nested):
-        comes_out(Schema.infer([make(1), make(2)], as_lies=as_lies), *(make(i) for i in range(8)))
+        comes_out(Schema.infer([make(1), make(2)], keep_order=keep_order), *(make(i) for i in range(8)))
 
 
 def test_every_dtype_of_torch_in_every_form() -> None:
@@ -149,8 +149,8 @@ def test_every_dtype_of_torch_in_every_form() -> None:
             strided = torch.empty((*shape, 2), dtype=dtype)[..., 0].copy_(tensor)
             wider = torch.zeros((4,) * len(shape), dtype=dtype)
             for first in ([tensor], [tensor, wider]):
-                assert fits(Schema.infer(first, as_lies=True), strided), name
-                comes_out(Schema.infer(first, as_lies=True), tensor, strided)
+                assert fits(Schema.infer(first, keep_order=True), strided), name
+                comes_out(Schema.infer(first, keep_order=True), tensor, strided)
 
 
 NUMPY_DTYPES = (
@@ -163,24 +163,24 @@ def test_every_dtype_of_numpy_in_every_form(shape: tuple[int, ...]) -> None:
     for name in NUMPY_DTYPES.split():
         array = (np.arange(int(np.prod(shape))) % 2).reshape(shape).astype("i8").astype(name)
         forms = array, array.copy(order="F"), array[..., None][..., 0]
-        comes_out(Schema.infer([array], as_lies=True), array, *(f for f in forms if f.shape != (2, 3)))
+        comes_out(Schema.infer([array], keep_order=True), array, *(f for f in forms if f.shape != (2, 3)))
         if shape == () and array.dtype.kind not in "US":
-            comes_out(Schema.infer([array[()]], as_lies=True), array[()], array[()])
+            comes_out(Schema.infer([array[()]], keep_order=True), array[()], array[()])
 
 
 def test_every_python_scalar() -> None:
     values = [True, 1, -(2**63), 2**63 - 1, 0.1, -0.0, float("nan"), -float("inf"), 5e-324, -0.0j, None]
     for value in values:
-        comes_out(Schema.infer([value], as_lies=True), value, value)
-    comes_out(Schema.infer([values], as_lies=True), values)
+        comes_out(Schema.infer([value], keep_order=True), value, value)
+    comes_out(Schema.infer([values], keep_order=True), values)
 
 
 def test_every_numpy_scalar() -> None:
     for code in "?bBhHiIlLefdgFDG":
         kind = np.dtype(code).type
-        comes_out(Schema.infer([kind(1)], as_lies=True), kind(1), kind(0))
+        comes_out(Schema.infer([kind(1)], keep_order=True), kind(1), kind(0))
     moment = np.datetime64("2026-01-01T00:00:01", "us")
-    schema = Schema.infer([moment], as_lies=True)
+    schema = Schema.infer([moment], keep_order=True)
     comes_out(schema, moment, np.datetime64("NaT", "us"))
     assert not fits(schema, np.datetime64("2026-01-01", "s"))
 
@@ -196,7 +196,7 @@ def test_tensors_of_sixteen_bytes_an_item_can_be_touched() -> None:
     for beside in (None, 1, "text", torch.ones(3, dtype=torch.uint8)):
         for shape in ((), (3,)):
             sample: list[Any] = [torch.full(shape, 1 + 2j, dtype=torch.complex128), beside]
-            schema = Schema.infer([sample], as_lies=True)
+            schema = Schema.infer([sample], keep_order=True)
             check_layout(schema)
             for got in records(schema, [sample] * 5):
                 assert torch.equal(got[0] + 0, sample[0])
@@ -214,8 +214,10 @@ def test_every_kind_of_text() -> None:
         "\r\n",
         "\ufeff" * 3,
     ]
-    comes_out(Schema.infer(["x"], as_lies=True), *texts)
-    comes_out(Schema.infer([b"x"], as_lies=True), *(text.encode("utf-8", "surrogatepass") for text in texts))
+    comes_out(Schema.infer(["x"], keep_order=True), *texts)
+    comes_out(
+        Schema.infer([b"x"], keep_order=True), *(text.encode("utf-8", "surrogatepass") for text in texts)
+    )
 
 
 class Weekday(enum.Enum):
@@ -241,8 +243,8 @@ class Flags(enum.Flag):
 
 def test_members_of_enumerations() -> None:
     for kind in (Weekday, Level, Spelled, Flags):
-        comes_out(Schema.infer([next(iter(kind))], as_lies=True), *kind)
-    assert not fits(Schema.infer([Weekday.MONDAY], as_lies=True), Level.LOW)
+        comes_out(Schema.infer([next(iter(kind))], keep_order=True), *kind)
+    assert not fits(Schema.infer([Weekday.MONDAY], keep_order=True), Level.LOW)
 
 
 def test_flags_that_are_no_single_member_are_kept_or_refused() -> None:
@@ -281,28 +283,28 @@ def test_arrays_of_whatever_order_come_out_in_their_own_or_are_refused(library: 
 def test_the_order_of_the_first_sample_is_kept() -> None:
     """The refusal above must not be the way out for what can be given back."""
     for tensor in ORDERS:
-        for as_lies in (True, False):
-            comes_out(Schema.infer([tensor], as_lies=as_lies), tensor, tensor + 1)
+        for keep_order in (True, False):
+            comes_out(Schema.infer([tensor], keep_order=keep_order), tensor, tensor + 1)
     lying = [tensor.permute(2, 0, 1) for tensor in (torch.zeros(4, 5, 3), torch.zeros(6, 2, 3))]
-    comes_out(Schema.infer(lying, as_lies=True), *lying)
+    comes_out(Schema.infer(lying, keep_order=True), *lying)
 
 
 def test_values_that_torch_keeps_lazily_are_stored_resolved() -> None:
     z = torch.tensor([1 + 2j, 3 - 4j])
     for lazy in (z.conj(), z.conj().imag, z[0].conj()):
-        schema = Schema.infer([lazy], as_lies=True)
+        schema = Schema.infer([lazy], keep_order=True)
         comes_out(schema, lazy)
         assert torch.equal(records(schema, [lazy])[0], lazy)
 
 
 def test_arrays_come_out_as_nobody_elses_memory_and_read_only_if_they_were() -> None:
     sample = [torch.arange(4), np.arange(6.0)]
-    for got in records(Schema.infer([sample], as_lies=True), [sample, sample]):
+    for got in records(Schema.infer([sample], keep_order=True), [sample, sample]):
         got[0][:] = 0
         got[1][:] = 0
     assert same(sample, [torch.arange(4), np.arange(6.0)]) is None
     for fixed in (np.frombuffer(b"abcdef", np.uint8), np.broadcast_to(np.arange(3), (2, 3))):
-        schema = Schema.infer([[fixed]], as_lies=True)
+        schema = Schema.infer([[fixed]], keep_order=True)
         for again in (schema, reread(schema)):
             for got in records(again, [[fixed], [fixed]]):
                 assert not got[0].flags.writeable
@@ -311,7 +313,7 @@ def test_arrays_come_out_as_nobody_elses_memory_and_read_only_if_they_were() -> 
             schema.prepare([fixed.copy()])
     with_unit = np.zeros(2, np.dtype("f4", metadata={"unit": "mm"}))
     with pytest.raises(SchemaMismatch, match="dtype has metadata"):
-        Schema.infer([with_unit], as_lies=True)
+        Schema.infer([with_unit], keep_order=True)
 
 
 # Who does not fit, and what is said
@@ -367,7 +369,7 @@ MISFITS: dict[str, tuple[Any, str]] = {
 
 
 def test_what_does_not_fit_is_refused_and_named() -> None:
-    schema = Schema.infer([FIRST], as_lies=True)
+    schema = Schema.infer([FIRST], keep_order=True)
     comes_out(schema, FIRST)
     for view in (schema, reread(schema)):
         for what, (value, said) in MISFITS.items():
@@ -401,7 +403,7 @@ UNCACHEABLE: list[tuple[Any, str]] = [
 def test_what_cannot_be_cached_at_all_is_refused_and_named() -> None:
     for value, said in UNCACHEABLE:
         with pytest.raises(SchemaMismatch) as caught:
-            Schema.infer([value], as_lies=True)
+            Schema.infer([value], keep_order=True)
         assert str(caught.value).startswith(said)
 
 
@@ -409,7 +411,7 @@ def test_more_than_two_gib_is_refused() -> None:
     huge = torch.zeros(1).expand((1 << 29) + 1)
     for first in ([torch.zeros(1), torch.zeros(2)], [huge]):
         with pytest.raises(SchemaMismatch, match="2 GiB"):
-            Schema.infer(first, as_lies=True).prepare(huge)
+            Schema.infer(first, keep_order=True).prepare(huge)
 
 
 def test_dimensions_beyond_what_a_record_holds_are_refused() -> None:
@@ -441,7 +443,7 @@ def test_keys_that_are_equal_and_not_the_same_are_not_exchanged() -> None:
 
 def test_keys_come_out_in_order_with_their_types() -> None:
     sample = {"b": 1, "a": 2, 3: 4, 2: 5, None: 6, 0.5: 7, "\ud800": 8, "": 9, True: 10}
-    comes_out(Schema.infer([sample], as_lies=True), sample)
+    comes_out(Schema.infer([sample], keep_order=True), sample)
 
 
 # Objects that hold more than a schema sees
@@ -520,7 +522,7 @@ def test_a_sample_that_contains_itself_is_refused() -> None:
     sample: list[Any] = []
     sample.append(sample)
     with pytest.raises(SchemaMismatch):
-        Schema.infer([sample], as_lies=True)
+        Schema.infer([sample], keep_order=True)
 
 
 NOON = datetime.datetime(2026, 3, 29, 12, 30, 15, 17)
@@ -559,26 +561,26 @@ ORDINARY: dict[str, list[Any]] = {
 
 def test_ordinary_types_of_the_standard_library_come_out_as_they_went_in() -> None:
     for what, values in ORDINARY.items():
-        schema = Schema.infer(values, as_lies=True)
+        schema = Schema.infer(values, keep_order=True)
         for value in values:
             assert fits(schema, value), what
         comes_out(schema, *values)
-        comes_out(Schema.infer([{"x": [values[0], 1]}], as_lies=True), {"x": [values[0], 2]})
-    made = records(Schema.infer([defaultdict(list, a=[1])], as_lies=True), [defaultdict(list, a=[1])])[0]
+        comes_out(Schema.infer([{"x": [values[0], 1]}], keep_order=True), {"x": [values[0], 2]})
+    made = records(Schema.infer([defaultdict(list, a=[1])], keep_order=True), [defaultdict(list, a=[1])])[0]
     assert made["new"] == []
 
 
 def test_zones_are_the_same_objects() -> None:
     for zone in (datetime.timezone.utc, ZoneInfo("Europe/Berlin")):
         value = NOON.replace(tzinfo=zone)
-        assert records(Schema.infer([value], as_lies=True), [value])[0].tzinfo is zone
+        assert records(Schema.infer([value], keep_order=True), [value])[0].tzinfo is zone
 
 
 def test_a_mapped_array_comes_out_as_its_copy_does(tmp_path: Path) -> None:
     """In memory, and named as numpy names it."""
     np.arange(12.0).reshape(3, 4).tofile(tmp_path / "x")
     mapped = np.memmap(tmp_path / "x", np.float64, "r", shape=(3, 4))
-    schema = Schema.infer([mapped[0]], as_lies=True)
+    schema = Schema.infer([mapped[0]], keep_order=True)
     for value in mapped:
         [found] = records(schema, [value])
         assert same(found, copied(value)) is None
@@ -594,7 +596,7 @@ def test_a_registered_type_comes_out_by_its_own_codec() -> None:
     register_codec(Fraction, lambda f: (f.numerator, f.denominator), lambda tree: Fraction(*tree))
     register_codec(Polynomial, lambda p: {"terms": p.terms}, lambda tree: Polynomial(tree["terms"]))
     sample = [Fraction(1, 3), Polynomial(torch.arange(3))]
-    schema = Schema.infer([sample], as_lies=True)
+    schema = Schema.infer([sample], keep_order=True)
     comes_out(schema, sample, [Fraction(-5, 7), Polynomial(torch.arange(3) * 2)])
     with pytest.raises(SchemaMismatch, match="int instead of fractions:Fraction"):
         schema.prepare([1, sample[1]])
@@ -619,8 +621,8 @@ def test_leaves_whose_shape_differs_among_the_first_samples_vary_and_the_others_
     def sample(n: int) -> Any:
         return [torch.zeros(n, 3), torch.zeros(3), np.zeros((3, n)), n, "text", None]
 
-    assert _is_fixed(Schema.infer([sample(2)] * 2, as_lies=True)) == [True, True, True, True, False, True]
-    schema = Schema.infer([sample(2), sample(2), sample(5)], as_lies=True)
+    assert _is_fixed(Schema.infer([sample(2)] * 2, keep_order=True)) == [True, True, True, True, False, True]
+    schema = Schema.infer([sample(2), sample(2), sample(5)], keep_order=True)
     assert _is_fixed(schema) == [False, True, False, True, False, True]
     assert schema.has_tail
     comes_out(schema, sample(0), sample(1), sample(100))
@@ -630,7 +632,7 @@ def test_leaves_whose_shape_differs_among_the_first_samples_vary_and_the_others_
 
 def test_first_samples_that_do_not_fit_the_very_first_change_nothing() -> None:
     several = [[1, torch.zeros(2)], {"x": 1}, [1.0, torch.zeros(3)], [2, torch.zeros(2, 2)]]
-    schema = Schema.infer(several, as_lies=True)
+    schema = Schema.infer(several, keep_order=True)
     assert _is_fixed(schema) == [True, False]
     comes_out(schema, [7, torch.ones(9)])
     assert not fits(schema, [1.0, torch.zeros(3)])
@@ -638,7 +640,7 @@ def test_first_samples_that_do_not_fit_the_very_first_change_nothing() -> None:
 
 def test_inferring_and_preparing_change_no_sample() -> None:
     sample, other = ({"x": torch.arange(n), "y": [1, "a"]} for n in (3, 4))
-    Schema.infer([sample, other], as_lies=True).prepare(sample)
+    Schema.infer([sample, other], keep_order=True).prepare(sample)
     assert same(sample, {"x": torch.arange(3), "y": [1, "a"]}) is None
 
 
@@ -647,7 +649,7 @@ def test_inferring_and_preparing_change_no_sample() -> None:
 
 def test_json_gives_the_same_schema_with_the_same_layout() -> None:
     for make in (*MAKERS, nested):
-        schema = Schema.infer([make(1), make(2)], as_lies=True)
+        schema = Schema.infer([make(1), make(2)], keep_order=True)
         again = reread(schema)
         assert json.dumps(again.to_json()) == json.dumps(schema.to_json())
         assert (again.stride, again.offsets) == (schema.stride, schema.offsets)
@@ -810,8 +812,8 @@ trees = st.recursive(leaves, groups, max_leaves=8)
 
 @fuzz
 @given(trees, st.booleans())
-def test_a_random_tree_comes_out_as_it_went_in(tree: Any, as_lies: bool) -> None:
-    schema = Schema.infer([tree], as_lies=as_lies)
+def test_a_random_tree_comes_out_as_it_went_in(tree: Any, keep_order: bool) -> None:
+    schema = Schema.infer([tree], keep_order=keep_order)
     check_layout(schema)
     comes_out(schema, tree, tree)
 
@@ -842,8 +844,8 @@ def _like(value: Any, draw: Any) -> Any:
 @given(trees, st.data())
 def test_random_trees_of_varying_shapes_come_out_as_they_went_in(tree: Any, data: Any) -> None:
     several = [_like(tree, data.draw) for _ in range(4)]
-    for as_lies in (True, False):
-        schema = Schema.infer(several[:3], as_lies=as_lies)
+    for keep_order in (True, False):
+        schema = Schema.infer(several[:3], keep_order=keep_order)
         check_layout(schema)
         assert all(fits(schema, sample) for sample in several[:3])
         comes_out(schema, *(sample for sample in several if fits(schema, sample)))
@@ -885,7 +887,7 @@ TEN = list(range(10))
     [TEN, tuple(TEN), [0.5, -0.0] * 5, [True, False] * 5, [-(2**63), 2**63 - 1] * 4, {"ids": TEN, "y": 1}],
 )
 def test_many_numbers_of_one_kind_are_one_leaf(value: Any) -> None:
-    schema = Schema.infer([value], as_lies=True)
+    schema = Schema.infer([value], keep_order=True)
     comes_out(schema, value, value)
     assert len(schema.leaves) <= 2
 
@@ -895,7 +897,7 @@ def test_many_numbers_of_one_kind_are_one_leaf(value: Any) -> None:
     [TEN[:9], [*TEN, 1], [*TEN[:9], 0.5], [*TEN[:9], True], [*TEN[:9], 2**63], tuple(TEN), [*TEN[:9], None]],
 )
 def test_another_list_does_not_fit_numbers_of_one_kind_and_length(other: Any) -> None:
-    schema = Schema.infer([TEN], as_lies=True)
+    schema = Schema.infer([TEN], keep_order=True)
     with pytest.raises(SchemaMismatch):
         schema.prepare(other)
     with pytest.raises(SchemaMismatch):
@@ -905,6 +907,6 @@ def test_another_list_does_not_fit_numbers_of_one_kind_and_length(other: Any) ->
 
 def test_lists_of_numbers_may_vary_in_length() -> None:
     lists = [[float(number) for number in range(length)] for length in (8, 9, 30)]
-    schema = Schema.infer(lists, as_lies=True)
+    schema = Schema.infer(lists, keep_order=True)
     comes_out(schema, *lists, [1.0], [])
     assert len(schema.leaves) == 1

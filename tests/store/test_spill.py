@@ -68,10 +68,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @contextlib.contextmanager
 def spilling(
-    make: Make, folder: Path, limit: int = 0, *, n: int = N, as_lies: bool = True, keeps_all: bool = False
+    make: Make, folder: Path, limit: int = 0, *, n: int = N, keep_order: bool = True, keeps_all: bool = False
 ) -> Iterator[Store]:
     """An empty store with a spill; without ``limit`` everything goes to the disk."""
-    schema = Schema.infer([make(i) for i in (0, 1, n - 1)], as_lies=as_lies)
+    schema = Schema.infer([make(i) for i in (0, 1, n - 1)], keep_order=keep_order)
     to = SpillTo(str(folder), keeps_all=keeps_all)
     with contextlib.closing(Store.create(schema, n, limit, about={"name": "test"}, spill=to)) as store:
         yield store
@@ -102,7 +102,7 @@ def no_room(*_: object) -> Headroom:
 # What comes back
 
 
-@pytest.mark.parametrize("as_lies", [False, True])
+@pytest.mark.parametrize("keep_order", [False, True])
 @pytest.mark.parametrize(
     "make",
     [
@@ -114,8 +114,8 @@ def no_room(*_: object) -> Headroom:
     ],
     ids=lambda make: make.__name__,
 )  # fmt: skip
-def test_every_kind_of_leaf_comes_back_from_the_disk(make: Make, as_lies: bool, folder: Path) -> None:
-    with spilling(make, folder, as_lies=as_lies) as store:
+def test_every_kind_of_leaf_comes_back_from_the_disk(make: Make, keep_order: bool, folder: Path) -> None:
+    with spilling(make, folder, keep_order=keep_order) as store:
         assert store.fill(ALL, make, keep=False) == {}
         assert on_disk(store) == ALL.tolist()
         assert wrong(stored(store), make) == {}
@@ -223,7 +223,7 @@ class SpillMachine(StoreMachine):
     """The store with a second tier, whose disk may be full at any moment."""
 
     def _open(self, limit: int, keeps_all: bool) -> None:
-        schema = Schema.infer([version(0, 0), version(1, 0)], as_lies=True)
+        schema = Schema.infer([version(0, 0), version(1, 0)], keep_order=True)
         self.limit, self.is_full = limit, False
         self.views = [
             Store.create(schema, MACHINE_N, limit, about={}, spill=SpillTo("/tmp", keeps_all=keeps_all))
@@ -467,7 +467,7 @@ def test_a_batch_of_both_tiers_that_a_clear_overtakes_is_none(folder: Path) -> N
     def second(index: int) -> torch.Tensor:
         return first(index) + 1
 
-    schema = Schema.infer([first(0), first(1)], as_lies=True)
+    schema = Schema.infer([first(0), first(1)], keep_order=True)
     lines = schema.prepare(first(0)).tail_lines
     with (
         spilling(first, folder, 3 * schema.stride + lines * LINE) as store,

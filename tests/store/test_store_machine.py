@@ -65,7 +65,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @initialize(limit=st.sampled_from([0, 100, 1000, 5000, 20_000, 1 << 20]))
     def create(self, limit: int) -> None:
-        schema = Schema.infer([version(0, 0), version(1, 0)], as_lies=True)
+        schema = Schema.infer([version(0, 0), version(1, 0)], keep_order=True)
         self.limit = limit
         self.views = [Store.create(schema, N, limit, about={})]
 
