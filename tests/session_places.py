@@ -15,8 +15,6 @@ from helpers import equal_batches
 
 from hotset.session import recovery
 from hotset.session import spill_dirs as spills
-from hotset.store.format import Live
-from hotset.store.segment import Segment
 
 N = 40
 MIB = 1 << 20
@@ -50,8 +48,3 @@ def old(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def read_all(cached: Any, make: Callable[[int], Any], n: int = N) -> None:
     equal_batches([cached[i] for i in range(n)], [make(i) for i in range(n)])
-
-
-def taken(segment: Segment) -> int:
-    live = segment.live
-    return segment.geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT]))

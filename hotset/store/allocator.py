@@ -292,7 +292,7 @@ class Allocator:
             if not held:
                 return _Shortage()
             first = max(int(live[region.live_word]), 0)
-            taken = self._geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT]))
+            taken = self._segment.taken
             left = min(region.capacity - first, self._left_of_limit() // size)
             units = max(count, min(left // 16, _LARGEST_EXTENT // size, max(first // 4, 16 * count)))
             # A record's lines lie in one extent. Records are often alike, so a multiple of this one strands
@@ -341,8 +341,7 @@ class Allocator:
 
     def _left_of_limit(self) -> int:
         """Bytes that the limit, and the budget, leave."""
-        live = self._segment.live
-        return self._limit() - self._geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT]))
+        return self._limit() - self._segment.taken
 
     def _limit(self) -> int:
         """Bytes that this segment may hold in all, by its own limit and by the budget."""

@@ -51,7 +51,7 @@ from hotset.store.format import (
     unpack_header,
 )
 
-__all__ = ["Address", "Segment", "attach_second", "clear_generation_of"]
+__all__ = ["Address", "Segment", "attach_second"]
 
 Words = npt.NDArray[np.int64]
 
@@ -216,6 +216,12 @@ class Segment:
         return int(self.slots[:, Slot.PART_GIVEN].sum())
 
     @property
+    def clear_generation(self) -> int | None:
+        """The clear generation; None during a clear, and once the segment is invalidated."""
+        clear_generation = int(self.live[Live.CLEAR_GENERATION])
+        return None if clear_generation % 2 or self.live[Live.INVALIDATED] else clear_generation
+
+    @property
     def is_being_cleared(self) -> bool:
         """Whether a process is clearing it, or has died over that: no record may be published now."""
         return bool(self.live[Live.CLEAR_GENERATION] & 1)
@@ -284,12 +290,6 @@ class Segment:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-
-
-def clear_generation_of(segment: Segment) -> int | None:
-    """The clear generation of a segment; None during a clear, and once the segment is invalidated."""
-    clear_generation = int(segment.live[Live.CLEAR_GENERATION])
-    return None if clear_generation % 2 or segment.live[Live.INVALIDATED] else clear_generation
 
 
 def attach_second(where: str | Address, said: dict[str, Any]) -> Segment:

@@ -50,7 +50,7 @@ from hotset.store.format import CLAIMED, PRESENT, RECORD_HEADER, ROW_MASK, Live,
 from hotset.store.fsck import check_segment, check_tiers
 from hotset.store.record_batch import RecordBatch, VariableTails
 from hotset.store.schema import Schema
-from hotset.store.segment import Address, Segment, Words, clear_generation_of
+from hotset.store.segment import Address, Segment, Words
 from hotset.store.spill import Spill, SpillTo, StagedBatch
 from hotset.store.tiers import found_tiers, new_tiers
 from hotset.store.verification import Verification
@@ -473,7 +473,7 @@ class Store:
 
     def clear_generation(self) -> int | None:
         """The clear generation; None during a clear, and once the store is invalidated."""
-        return clear_generation_of(self.segment)
+        return self.segment.clear_generation
 
     @property
     def invalidated(self) -> bool:

@@ -31,7 +31,7 @@ from hotset._warnings import warn
 from hotset.store.claims import Participant
 from hotset.store.format import ON_DISK, Slot
 from hotset.store.fsck import record_problem
-from hotset.store.segment import Words, clear_generation_of
+from hotset.store.segment import Words
 from hotset.store.spill import Spill, StagedBatch
 
 __all__ = ["FULL_CHECK", "Verification"]
@@ -113,7 +113,7 @@ class Verification:
     def _forget(self, sample: int, word: int) -> bool:
         """Forget a record; False if it has gone already."""
         with self._participant.short_lock():
-            if clear_generation_of(self._segment) is None or int(self._segment.index[sample]) != word:
+            if self._segment.clear_generation is None or int(self._segment.index[sample]) != word:
                 return False
             if word & ON_DISK and self._spill is not None:
                 self._spill.forget(sample)

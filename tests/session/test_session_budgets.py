@@ -18,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kills import child, kill, lingering
 from samples import jpeg_like, kilobyte, mapping
-from session_places import MIB, N, read_all, taken
+from session_places import MIB, N, read_all
 from sources import Samples
 from stores import store_of
 
@@ -202,7 +202,7 @@ def test_a_caches_own_memory_and_spill_narrow_its_share(disk: str) -> None:
     session = sessions.create("a", memory=MIB, spill=disk)
     with hotset.cache(Samples(kilobyte, N), session="a", memory="10KiB", key="small") as cached:
         read_all(cached, kilobyte)
-        assert taken(store_of(cached).segment) <= 10 << 10
+        assert store_of(cached).segment.taken <= 10 << 10
         assert 0 < cached.stats().spilled < N
     with hotset.cache(Samples(kilobyte, N), session="a", memory="10KiB", spill=False, key="no") as cached:
         with pytest.warns(HotsetWarning, match="no more fit"):

@@ -13,7 +13,7 @@ import pytest
 from helpers import is_a_sentence
 from kills import child, ended
 from samples import jpeg_like, kilobyte, mapping
-from session_places import MIB, N, old, read_all, reboot, spilled, taken
+from session_places import MIB, N, old, read_all, reboot, spilled
 from sources import Samples
 from stores import store_of
 
@@ -255,7 +255,7 @@ def test_a_caches_own_memory_is_kept_over_a_reboot(disk: str, runtime: Path) -> 
     reboot(runtime)
     with hotset.cache(Samples(kilobyte, N), session="a", memory="4KiB") as cached:
         read_all(cached, kilobyte)
-        found = taken(store_of(cached).segment)
+        found = store_of(cached).segment.taken
     del cached
     assert found <= 4096
 

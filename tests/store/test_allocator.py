@@ -47,8 +47,7 @@ def text(i: int) -> tuple[int, str]:
 
 
 def used(store: Store) -> int:
-    live = store.segment.live
-    return store.segment.geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT]))
+    return store.segment.taken
 
 
 def rows_of(store: Store) -> list[int]:

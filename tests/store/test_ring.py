@@ -101,8 +101,7 @@ def window(ring: Store, count: int = M) -> Ids:
 
 
 def used(ring: Store) -> int:
-    live = ring.segment.live
-    return ring.segment.geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT]))
+    return ring.segment.taken
 
 
 def contents(ring: Store, entries: Ids) -> dict[int, Any]:

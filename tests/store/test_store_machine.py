@@ -26,7 +26,7 @@ from stores import ids
 
 from hotset.determinism.equality import same
 from hotset.store.claims import Claims, Participant
-from hotset.store.format import PRESENT, Live
+from hotset.store.format import PRESENT
 from hotset.store.schema import Schema
 from hotset.store.store import Store
 
@@ -35,8 +35,7 @@ VIEWS = 3
 
 
 def used(store: Store) -> int:
-    live = store.segment.live
-    return store.segment.geometry.taken(int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT]))
+    return store.segment.taken
 
 
 def version(i: int, reading: int) -> Any:
