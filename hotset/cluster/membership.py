@@ -32,8 +32,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hotset.policy.rendezvous import Placement
-from hotset.session.file_names import membership_file
 from hotset.session.runtime_dir import new_file, open_at, runtime, write
+from hotset.session.session_files import membership_file
 from hotset.store.claims import Ids
 
 __all__ = [

@@ -30,11 +30,11 @@ from hotset.cluster.server import RecordServer
 from hotset.cluster.store_service import StoreService, StoreServices
 from hotset.errors import SegmentError, SessionError
 from hotset.session import reports, sessions
-from hotset.session.file_names import CACHE
 from hotset.session.find_or_create import CacheLocation, find_or_create_in_session
 from hotset.session.runtime_dir import path_of, runtime, runtime_folder
 from hotset.session.session_cache import SessionCacheHandle
 from hotset.session.session_definition import Session, open_quota, session_of
+from hotset.session.session_files import CACHE
 from hotset.store import memory_limits
 from hotset.store.format import DESTROYED, Live
 from hotset.store.ring import attach_store

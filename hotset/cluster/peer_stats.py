@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from hotset.session.file_names import peer_stats_file
 from hotset.session.runtime_dir import open_at, runtime
+from hotset.session.session_files import peer_stats_file
 from hotset.store import locks
 
 __all__ = ["Backoff", "PeerStats", "PeerStatsFile", "make_peer_stats", "read_peer_stats"]

@@ -28,7 +28,7 @@ _JOIN_SECONDS = 60.0
 _PLAN_SECONDS = 120.0
 _READY_SECONDS = 20.0
 _ANEW_SECONDS = 10.0
-# Processes of the machine that are reading are waited for: see hotset.session.file_names.
+# Processes of the machine that are reading are waited for: see hotset.session.session_files.
 _DESTROY_SECONDS = 30.0
 
 

@@ -44,12 +44,12 @@ import numpy as np
 from hotset._warnings import warn
 from hotset.errors import SegmentError, SessionError
 from hotset.session import catalog
-from hotset.session.file_names import CACHE, is_retired, is_there, member_of
 from hotset.session.job import Job, digest, this_job
 from hotset.session.named_lock import NamedLocks
 from hotset.session.runtime_dir import KNOB, path_of, runtime
 from hotset.session.session_cache import SessionCacheHandle
 from hotset.session.session_definition import Session, open_quota
+from hotset.session.session_files import CACHE, is_retired, is_there, member_of
 from hotset.session.spill_dirs import make_spill, opened_spill, spill_path
 from hotset.store import memory_limits
 from hotset.store.allocator import distrust_allocator

@@ -16,8 +16,8 @@ A process uses a cache while it holds the cache's byte of the quota with a share
 (:mod:`hotset.session.quota`): from before it attaches until it closes or ends. A stopped process still holds
 its lock. While the reclaiming process holds the byte exclusively, a process that wants the cache finds it
 gone and creates it again under another name. The memory is freed as that of a destroyed session
-(:mod:`hotset.session.file_names`), so that a reader without a lock (a machine's node, a report) never touches
-pages that are gone.
+(:mod:`hotset.session.session_files`), so that a reader without a lock (a machine's node, a report) never
+touches pages that are gone.
 
 A process that dies while reclaiming leaves an invalidated file, or a row without a file; both are dropped
 first the next time. If the session persists, only memory is freed: the next job continues from the records on
@@ -33,16 +33,16 @@ from dataclasses import dataclass
 
 from hotset._warnings import printable
 from hotset.errors import SegmentError, SessionError
-from hotset.session.file_names import (
+from hotset.session.quota import Quota
+from hotset.session.runtime_dir import runtime
+from hotset.session.session_definition import Session, quota_in
+from hotset.session.session_files import (
     caches_of,
     id_of,
     is_there,
     member_of,
     remove_cache,
 )
-from hotset.session.quota import Quota
-from hotset.session.runtime_dir import runtime
-from hotset.session.session_definition import Session, quota_in
 from hotset.store.segment import Segment
 from hotset.units import format_bytes
 

@@ -31,7 +31,9 @@ import time
 
 from hotset.errors import SessionError
 from hotset.session import catalog, server_quota
-from hotset.session.file_names import (
+from hotset.session.runtime_dir import open_at, runtime
+from hotset.session.session_definition import Session, quota_in
+from hotset.session.session_files import (
     CACHE,
     DEFINITION,
     QUOTA,
@@ -40,8 +42,6 @@ from hotset.session.file_names import (
     remove_cache,
     unlink,
 )
-from hotset.session.runtime_dir import open_at, runtime
-from hotset.session.session_definition import Session, quota_in
 from hotset.session.sessions import destroy, expire, one_at_a_time, sessions
 from hotset.session.spill_dirs import known_folders, opened_spill
 from hotset.store.locks import is_locked

@@ -26,10 +26,10 @@ import numpy as np
 from hotset.errors import SegmentError
 from hotset.session import catalog, sessions
 from hotset.session.catalog import ListedCache, address_of
-from hotset.session.file_names import CACHE, caches_of, id_of, member_of
 from hotset.session.quota import Quota
 from hotset.session.runtime_dir import runtime, runtime_folder
 from hotset.session.session_definition import Session, open_quota
+from hotset.session.session_files import CACHE, caches_of, id_of, member_of
 from hotset.store import locks
 from hotset.store.format import DESTROYED, ON_DISK, PRESENT, SLOTS, Live, Slot
 from hotset.store.fsck import check_segment, check_tiers

@@ -20,9 +20,9 @@ from __future__ import annotations
 import contextlib
 
 from hotset.errors import SessionError
-from hotset.session.file_names import unlink
 from hotset.session.quota import Quota
 from hotset.session.runtime_dir import runtime
+from hotset.session.session_files import unlink
 
 __all__ = ["drop", "enter", "leave", "limit", "put_under_server", "set_limit"]
 

@@ -27,10 +27,10 @@ from typing import Any
 
 from hotset.errors import HotsetError, SessionError
 from hotset.session import server_quota
-from hotset.session.file_names import DEFINITION, is_there, remove_spilled
 from hotset.session.named_lock import NamedLocks
 from hotset.session.quota import Quota
 from hotset.session.runtime_dir import new_file, open_at, runtime, write
+from hotset.session.session_files import DEFINITION, is_there, remove_spilled
 from hotset.session.spill_dirs import known_folders, opened_spill
 
 __all__ = [

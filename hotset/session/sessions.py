@@ -2,7 +2,7 @@
 
 A session is a quota file in the runtime folder, whose head holds its definition
 (:mod:`hotset.session.session_definition`), and one file for each of its caches beside it. Samples that do not
-fit into memory lie in its spill folder (:mod:`hotset.session.file_names`). This is its life:
+fit into memory lie in its spill folder (:mod:`hotset.session.session_files`). This is its life:
 
 ========== ============================================================================================
 created    by a user or a server; it takes no memory except for the quota file
@@ -32,7 +32,6 @@ from dataclasses import dataclass, replace
 from hotset._warnings import warn
 from hotset.errors import HotsetError, SessionError
 from hotset.session import server_quota
-from hotset.session.file_names import QUOTA, membership_file, peer_stats_file, remove_caches, unlink
 from hotset.session.named_lock import NamedLocks
 from hotset.session.reclaim import Dropped, reclaim
 from hotset.session.runtime_dir import KNOB, path_of, runtime, runtime_folder
@@ -46,6 +45,7 @@ from hotset.session.session_definition import (
     set_memory,
     write_down,
 )
+from hotset.session.session_files import QUOTA, membership_file, peer_stats_file, remove_caches, unlink
 from hotset.session.spill_dirs import make_spill, remember
 from hotset.store import memory_limits
 from hotset.units import format_bytes

@@ -49,7 +49,7 @@ from hotset.cluster.membership import (
 from hotset.cluster.store_service import StoreService
 from hotset.cluster.wire_records import ABSENT, FULL, PENDING, TRUNCATED, CacheIdentity, WireRecords
 from hotset.session import recovery, sessions
-from hotset.session.file_names import retire
+from hotset.session.session_files import retire
 from hotset.store import fill
 from hotset.store.schema import Schema
 from hotset.store.store import Store

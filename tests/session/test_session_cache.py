@@ -50,12 +50,12 @@ from hotset.dataset.cached_dataset import current_of
 from hotset.errors import ArgumentError, NotCacheable, QuantityError, SegmentError, SessionError
 from hotset.loader import local_batches as local
 from hotset.loader import state
-from hotset.session import file_names, find_or_create, reports, sessions
+from hotset.session import find_or_create, reports, session_files, sessions
 from hotset.session import spill_dirs as spills
-from hotset.session.file_names import retire
 from hotset.session.reclaim import reclaim
 from hotset.session.reports import report
 from hotset.session.session_definition import open_quota
+from hotset.session.session_files import retire
 from hotset.store.format import ROW_MASK, Live
 from hotset.store.segment import Segment
 
@@ -635,7 +635,7 @@ def test_a_copy_that_its_sessions_end_comes_into_is_no_sigbus(tmp_path: Path) ->
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("HOTSET_RUNTIME_DIR", str(small))
-            patch.setattr(file_names, "_READERS_SECONDS", 0.5)
+            patch.setattr(session_files, "_READERS_SECONDS", 0.5)
             session = sessions.create("a", memory=4 * MIB)
             reader = child(lambda: stopped_in_its_copy())
             os.waitpid(reader, os.WUNTRACED)

@@ -26,9 +26,9 @@ import hotset
 from hotset.cli.main import app
 from hotset.errors import HotsetError
 from hotset.session import sessions
-from hotset.session.file_names import retire
 from hotset.session.reclaim import reclaim, room_of
 from hotset.session.reports import report
+from hotset.session.session_files import retire
 
 pytestmark = pytest.mark.usefixtures("runtime", "patient")
 
@@ -413,10 +413,10 @@ def test_who_dies_while_dropping_leaves_nothing_for_good(start: Start, disk: str
     run_once(start, 2)
     die = (
         "import os, sys\n"
-        "from hotset.session import file_names, reclaim, sessions\n"
+        "from hotset.session import session_files, reclaim, sessions\n"
         "from hotset.session.quota import Quota\n"
         "def die(*_): os._exit(7)\n"
-        f"setattr(Quota if {at!r} == 'leave' else file_names, {at!r}, die)\n"
+        f"setattr(Quota if {at!r} == 'leave' else session_files, {at!r}, die)\n"
         "reclaim.reclaim(sessions.find('a'), 1)\n"
     )
     assert subprocess.run([sys.executable, "-c", die], timeout=100).returncode == 7
