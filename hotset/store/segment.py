@@ -37,6 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hotset.errors import SegmentError, UnsupportedPlatform
+from hotset.store import memory_limits
 from hotset.store.format import (
     HEADER_BYTES,
     LIVE_AT,
@@ -51,7 +52,7 @@ from hotset.store.format import (
     unpack_header,
 )
 
-__all__ = ["Address", "Segment", "attach_second"]
+__all__ = ["Address", "Segment", "attach_second", "require_index_room"]
 
 Words = npt.NDArray[np.int64]
 
@@ -290,6 +291,21 @@ class Segment:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def require_index_room(geometry: Geometry) -> None:
+    """Refuse a segment whose index alone is too large: any word of it may be touched at any time.
+
+    Raises:
+        OSError: there is not that much memory; this is not checked again later.
+    """
+    free = memory_limits.headroom()
+    if geometry.rows_at > free.bytes:
+        raise OSError(
+            errno.ENOMEM,
+            f"the index of {geometry.samples:,} samples takes {geometry.rows_at:,} bytes of memory, "
+            f"and {free.what} has {free.bytes:,} to give",
+        )
 
 
 def attach_second(where: str | Address, said: dict[str, Any]) -> Segment:

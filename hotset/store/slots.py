@@ -41,9 +41,8 @@ from hotset.store.fsck import content_problem
 from hotset.store.locks import Pauses
 from hotset.store.records import lay_out
 from hotset.store.schema import Prepared, Schema
-from hotset.store.segment import Address, Segment
+from hotset.store.segment import Address, Segment, require_index_room
 from hotset.store.store import Store
-from hotset.store.tiers import require_index_room
 from hotset.store.verification import FULL_CHECK
 
 __all__ = ["Slots"]

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hotset._warnings import warn
 from hotset.errors import SegmentError
 from hotset.store import format as fmt
 from hotset.store.allocator import Allocator
@@ -315,12 +316,18 @@ class SpillTo:
     path: str | None = None
     keeps_all: bool = False
 
-    def create(self, schema: Schema, samples: int, about: dict[str, Any]) -> Spill:
-        """Make the second tier.
+    def create(self, schema: Schema, samples: int, about: dict[str, Any]) -> Spill | None:
+        """Make the second tier; None, with a warning, if it cannot be made."""
+        try:
+            return self._create(schema, samples, about)
+        except OSError as error:
+            warn(
+                f"nothing is spilled to {self.folder} ({error.strerror or error}), so samples that memory "
+                "has no room for come from the source. Free space there, or name another folder by `spill=`."
+            )
+            return None
 
-        Raises:
-            OSError: the file cannot be made.
-        """
+    def _create(self, schema: Schema, samples: int, about: dict[str, Any]) -> Spill:
         metadata = json.dumps(about).encode()
         status = os.statvfs(self.folder)
         size = min(status.f_blocks * status.f_frsize, _LARGEST_FILE // 2)
@@ -331,6 +338,12 @@ class SpillTo:
         # The disk is the limit: the file never takes more.
         segment = Segment.create(geometry, metadata, path=self.path, folder=folder, limit=geometry.size)
         return Spill(segment, schema, keeps_all=self.keeps_all)
+
+    def remove(self, spill: Spill) -> None:
+        """Remove it again: the first tier cannot be made."""
+        spill.close()
+        if self.path is not None:
+            os.unlink(self.path)
 
     def said(self, spill: Spill) -> dict[str, Any]:
         """What the first tier's metadata say of the second, so that other processes find it."""

@@ -12,6 +12,12 @@ after, and a reader that sees it odd, or changed, discards its copy. In :mod:`ho
 again all the time, so the reader also loads the words a second time. What a reader returns is always a copy:
 a user may write to it without changing the cache.
 
+A store has one or two *tiers*::
+
+    first     in memory, always        its index is in charge; its metadata say what the samples are (schema),
+                                       whether it is a ring, and where the second tier is (spill)
+    second    on a disk, if wanted     for records that memory has no room for (hotset.store.spill)
+
 A full store, a dead claimant or a damaged record is not an error: such samples are not in the store, and come
 from the source.
 
@@ -32,6 +38,7 @@ A store that was *invalidated*, because its content is wrong or its session is g
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -46,13 +53,12 @@ from hotset.store.allocator import Allocator, distrust_allocator
 from hotset.store.blocks import BlockPool
 from hotset.store.claims import Ids, Index, Participant
 from hotset.store.fill import Filler, Read
-from hotset.store.format import CLAIMED, PRESENT, RECORD_HEADER, ROW_MASK, Live, Slot
+from hotset.store.format import CLAIMED, PRESENT, RECORD_HEADER, ROW_MASK, Geometry, Live, Slot
 from hotset.store.fsck import check_segment, check_tiers
 from hotset.store.record_batch import RecordBatch, VariableTails
 from hotset.store.schema import Schema
-from hotset.store.segment import Address, Segment, Words
-from hotset.store.spill import Spill, SpillTo, StagedBatch
-from hotset.store.tiers import found_tiers, new_tiers
+from hotset.store.segment import Address, Segment, Words, require_index_room
+from hotset.store.spill import Spill, SpillTo, StagedBatch, attach_spill
 from hotset.store.verification import Verification
 
 __all__ = ["Store"]
@@ -148,19 +154,21 @@ class Store:
         Raises:
             OSError: a file cannot be made, or its index alone takes more memory than there is.
         """
-        space = cls._address_space(schema, samples, limit, about)
-        with new_tiers(
-            schema,
-            samples,
-            space,
-            limit,
-            ring=cls._is_ring,
-            keyed=cls._is_keyed,
-            about=about,
-            path=path,
-            spill=spill,
-        ) as (segment, second):
-            store = cls(segment, schema, second)
+        rows, lines = cls._address_space(schema, samples, limit, about)
+        about = {**about, "schema": schema.to_json(), **({"ring": True} if cls._is_ring else {})}
+        # The second tier first, as the metadata of the first name it.
+        second = spill.create(schema, samples, about) if spill is not None else None
+        try:
+            if spill is not None and second is not None:
+                about["spill"] = spill.said(second)
+            metadata = json.dumps(about).encode()
+            geometry = Geometry(samples, schema.stride, rows, lines, len(metadata), cls._is_keyed)
+            require_index_room(geometry)
+            store = cls(Segment.create(geometry, metadata, path=path, limit=limit), schema, second)
+        except BaseException:
+            if spill is not None and second is not None:
+                spill.remove(second)
+            raise
         store.path = path
         return store
 
@@ -176,10 +184,26 @@ class Store:
         """Attach to an existing store.
 
         Raises:
-            SegmentError: it is gone, damaged, or not such a store.
+            SegmentError: it is gone, damaged, or not such a store: the schema must describe the rows, and the
+                second tier must be of the same samples.
         """
-        with found_tiers(where, ring=cls._is_ring) as (segment, schema, second):
+        segment, second = Segment.attach(where), None
+        try:
+            schema = Schema.from_json(segment.metadata.get("schema"))
+            geometry = segment.geometry
+            if schema.stride != geometry.stride or (schema.has_tail and not geometry.lines):
+                raise SegmentError("the segment's schema does not describe its rows; `hotset gc` frees it.")
+            if segment.metadata.get("ring", False) is not cls._is_ring:
+                raise SegmentError(
+                    "either the existing cache or the requested one has a window, not both; make them agree."
+                )
+            second = attach_spill(where, segment, schema)
             store = cls(segment, schema, second)
+        except BaseException:
+            if second is not None:
+                second.close()
+            segment.close()
+            raise
         store.path = where if isinstance(where, str) else None
         return store
 

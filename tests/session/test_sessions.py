@@ -141,7 +141,7 @@ def test_a_cache_that_cannot_be_made_leaves_no_file(disk: str, monkeypatch: pyte
         raise OSError(errno.ENOMEM, "no memory")
 
     sessions.create("a", memory=MIB, spill=disk)
-    monkeypatch.setattr("hotset.store.tiers.require_index_room", refuse)
+    monkeypatch.setattr("hotset.store.store.require_index_room", refuse)
     with pytest.warns(HotsetWarning, match="no cache can be made"):
         hotset.cache(Samples(mapping, N), session="a").close()
     assert spilled(disk) == []
