@@ -300,11 +300,9 @@ class Node:
         def create(place: CacheLocation) -> Store:
             about = {**described.about, "meeting": described.meeting}
             spill = place.spill and SpillTo(place.folder, place.spill, keeps_all=place.persist)
-            store = Store.create(
+            return Store.create(
                 schema, described.samples, place.limit, about=about, path=place.path, spill=spill or None
             )
-            store.path = place.name
-            return store
 
         def attach(path: str) -> Store:
             store = attach_store(path)

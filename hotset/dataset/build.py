@@ -396,16 +396,14 @@ def _create(result: PlanResult, options: CacheOptions, location: CacheLocation |
     if schema is None:
         return None
     about = {**plan.about(options.given.memory, result.cuts), **result.metadata}
-    path, name = (location.path, location.name) if location is not None else (None, None)
+    path = location.path if location is not None else None
     try:
         if plan.window is not None:
             ring = Ring.create(schema, plan.window.slots, plan.limit, about=about, path=path)
-            ring.path = name
             ring.allocator.knob = "`resident=`"
             return ring
         limit, spill = _limit(result, options, location), spill_to(plan.name, options.given.spill, location)
         store = Store.create(schema, plan.samples, limit, about=about, path=path, spill=spill)
-        store.path = name
         if plan.stream:
             StreamParts(store).use(1)
         return store

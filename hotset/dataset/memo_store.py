@@ -218,7 +218,7 @@ def _make(
         "keyed": True,
     }
     try:
-        store = KeyedStore.make(
+        return KeyedStore.make(
             limit,
             about=about,
             path=location.path if location is not None else None,
@@ -229,6 +229,4 @@ def _make(
             f"results of functions are not kept, as no memory can be had for them: {error}. Check the limits "
             "of this shell (`ulimit -a`), or lower `memory=` (hotset run --memory)."
         )
-        return None
-    store.path = location.name if location is not None else None
-    return store
+    return None

@@ -77,6 +77,12 @@ class HasSegment(Protocol):
     segment: Segment
 
 
+class HasFile(HasSegment, Protocol):
+    """What is found or created in a session: it knows its file, so that other processes can attach to it."""
+
+    path: str | None
+
+
 class CacheHandle(Protocol):
     """A process's share in a cache that other processes use too."""
 
@@ -88,6 +94,7 @@ class CacheHandle(Protocol):
 
 
 S = TypeVar("S", bound=HasSegment)
+F = TypeVar("F", bound=HasFile)
 
 
 @dataclass(frozen=True)
@@ -254,8 +261,7 @@ class CacheLocation(NamedTuple):
     """Where a cache of a session is to be made.
 
     Attributes:
-        path: of its file, while it is made.
-        name: path of its file, once it is whole.
+        path: of its file, while it is made; once it is whole, it gets another.
         spill: path of the second tier's file; None if the session has none.
         folder: the folder of that file; empty without one.
         persist: whether the second tier gets every record.
@@ -264,7 +270,6 @@ class CacheLocation(NamedTuple):
     """
 
     path: str
-    name: str
     spill: str | None
     folder: str
     persist: bool
@@ -276,9 +281,9 @@ def find_or_create_in_session(
     key: str,
     name: str,
     *,
-    create: Callable[[CacheLocation], S | None],
-    attach: Callable[[str], S],
-) -> Shared[S]:
+    create: Callable[[CacheLocation], F | None],
+    attach: Callable[[str], F],
+) -> Shared[F]:
     """Return the session's cache of that key; if there is none, create it.
 
     Args:
@@ -298,7 +303,7 @@ def find_or_create_in_session(
     return _find_or_create(_SessionCaches(session, key, name, create, attach))
 
 
-class _SessionCaches(Generic[S]):
+class _SessionCaches(Generic[F]):
     """The caches of a session for one key."""
 
     def __init__(
@@ -306,8 +311,8 @@ class _SessionCaches(Generic[S]):
         session: Session,
         key: str,
         name: str,
-        create: Callable[[CacheLocation], S | None],
-        attach: Callable[[str], S],
+        create: Callable[[CacheLocation], F | None],
+        attach: Callable[[str], F],
     ) -> None:
         self._session, self._name = session, name
         self._create, self._attach = create, attach
@@ -323,7 +328,7 @@ class _SessionCaches(Generic[S]):
             "samples that slowly."
         )
 
-    def find(self) -> Shared[S] | None:
+    def find(self) -> Shared[F] | None:
         """Attach to one, in memory or, after a reboot, on disk."""
         with runtime() as folder:
             found = self._join(folder)
@@ -331,7 +336,7 @@ class _SessionCaches(Generic[S]):
                 found = self._join(folder)
         return found
 
-    def _join(self, folder: int) -> Shared[S] | None:
+    def _join(self, folder: int) -> Shared[F] | None:
         # Where there are several, they are of other transforms, but for one.
         place = path_of(folder)
         for file in sorted(file for file in os.listdir(folder) if self._is_for(file, "cache")):
@@ -344,7 +349,7 @@ class _SessionCaches(Generic[S]):
             use.close()
         return None
 
-    def create(self) -> Shared[S]:
+    def create(self) -> Shared[F]:
         """Create one under another name, then give it its own."""
         session = self._session
         base = f"{session.number}-{self._digest}-{secrets.token_hex(8)}"
@@ -355,10 +360,12 @@ class _SessionCaches(Generic[S]):
             spill = f"{beside}/{base}.spill"
         with runtime() as folder, _unfinished(folder, f"{base}.cache") as temporary:
             place = path_of(folder)
-            path, whole = f"{place}/{temporary}", f"{place}/{base}.cache"
-            value = self._create(CacheLocation(path, whole, spill, beside, session.persist, _most(session)))
+            value = self._create(
+                CacheLocation(f"{place}/{temporary}", spill, beside, session.persist, _most(session))
+            )
             if value is None:
                 return Shared(None, None, joined=False)
+            value.path = f"{place}/{base}.cache"
             return Shared(value, _name(session, folder, temporary, f"{base}.cache"), joined=False)
 
     def _revive(self, folder: int) -> bool:
