@@ -3,7 +3,7 @@
 A leaf is *fixed* (the same number of bytes in every sample, at one offset of the row) or *variable* (bytes
 in the tail, dimensions in the row). The first samples decide which: see :mod:`hotset.store.schema`. There are
 two kinds: tensors and arrays (:mod:`hotset.store.array_leaf`), and what Python has
-(:mod:`hotset.store.python_leaves`); :mod:`hotset.store.leaves` finds the one that fits a value.
+(:mod:`hotset.store.python_leaves`); :mod:`hotset.store.find_leaf` finds the one that fits a value.
 
 A value that a leaf stores comes back equal in type, dtype, shape, strides of dense arrays, and bytes. A leaf
 refuses any other value with :class:`SchemaMismatch`, and that sample stays uncached.

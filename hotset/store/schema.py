@@ -32,9 +32,9 @@ import numpy.typing as npt
 from hotset.errors import SegmentError
 from hotset.store.array_leaf import ArrayLeaf
 from hotset.store.codecs import codec_named, codec_of
+from hotset.store.find_leaf import leaf_from_json, leaf_of
 from hotset.store.format import LINE, RECORD_HEADER, TAIL, tail_word
 from hotset.store.leaf import Leaf, SchemaMismatch, Shape
-from hotset.store.leaves import leaf_from_json, leaf_of
 from hotset.store.python_leaves import EnumLeaf, NumbersLeaf, TextLeaf, name_of_type
 
 __all__ = [
