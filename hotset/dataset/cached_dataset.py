@@ -134,7 +134,8 @@ class CachedDataset(DatasetProxy[T]):
     and the samples are cached anew.
 
     ``cached[index]`` is what ``dataset[index]`` is for every index. Integers go through the cache; slices,
-    lists and all other indices are passed to the dataset.
+    lists and all other indices are passed to the dataset. So are ``for sample in cached`` and ``x in cached``
+    if the dataset's class says itself what they are; otherwise they go through the indices.
 
     Attributes:
         dataset: the dataset that was given to :func:`cache`.
@@ -266,6 +267,18 @@ class CachedDataset(DatasetProxy[T]):
             return self._samples(indices)
         except SampleStopped as error:
             raise stopped(error) from None
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._dataset if self._answers("__iter__") else _ByIndex(self))
+
+    def __contains__(self, value: object) -> bool:
+        return value in (self._dataset if self._answers("__contains__") else iter(self))
+
+    def _answers(self, method: str) -> bool:
+        """Whether the dataset's class has a special method that may know more than its indices do."""
+        current = self._up_to_date()
+        indices_are_its_own = current.window is None and self._arguments.transform is None
+        return indices_are_its_own and getattr(type(self._dataset), method, None) is not None
 
     def _samples(self, indices: Sequence[Any]) -> list[T]:
         current = self._up_to_date()
@@ -570,6 +583,16 @@ class CachedDataset(DatasetProxy[T]):
 #
 # All that loaders ask of a cached dataset, besides what users may ask. They are functions, as a public method
 # of it would hide what the user's dataset has by that name.
+
+
+class _ByIndex:
+    """A cached dataset as Python iterates over what has no ``__iter__``: index by index until IndexError."""
+
+    def __init__(self, cached: CachedDataset[Any]) -> None:
+        self._cached = cached
+
+    def __getitem__(self, index: int) -> Any:
+        return self._cached[index]
 
 
 def current_of(cached: CachedDataset[Any]) -> Current:

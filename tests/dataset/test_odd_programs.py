@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import random
 import threading
 import weakref
@@ -268,3 +269,45 @@ def test_a_working_folder_that_was_removed_is_none_of_the_caches_business(
             numbers = [batch["number"].tolist() for batch in hotset.DataLoader(cached, batch_size=4)]
             assert numbers == [[0, 1, 2, 3], [4, 5, 6, 7]]
         assert cached.stats().hits == 8
+
+
+class Doubled(list[int]):
+    """Its elements are twice what iterating over it gives."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return torch.tensor(super().__getitem__(index)) * 2
+
+
+class Scans(Rows):
+    """Says itself what is in it: Hugging Face's, which is a table, does so too."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+class Holds(Rows):
+    def __contains__(self, value: object) -> bool:
+        return value == "all"
+
+
+class Endless(Rows):
+    """By its indices alone it has no end, as none of them is an IndexError."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index
+
+
+@pytest.mark.parametrize("make", [lambda: Doubled(range(N)), Scans, Holds, Endless])
+def test_a_dataset_is_iterated_over_and_asked_as_its_class_says(make: Callable[[], Any]) -> None:
+    def asked(dataset: Any) -> list[Any]:
+        found = [list(itertools.islice(dataset, 2 * N)) for _ in range(2)]
+        return [found, 5 in dataset if make is not Holds else "all" in dataset]
+
+    with recorded(), hotset.cache(make(), memory="1MiB") as cached:
+        assert same(asked(cached), asked(make())) is None
+
+
+def test_with_a_transform_it_is_iterated_over_by_index() -> None:
+    with hotset.cache(Scans(), transform=lambda sample: sample[1], memory="1MiB") as cached:
+        assert len(list(itertools.islice(cached, N))) == N
+        assert 51 in cached
