@@ -27,6 +27,7 @@ from hotset.determinism.rng import Generators
 __all__ = ["differs_when_cut"]
 
 _SECONDS = 0.25
+_ROUNDS = 8
 
 
 def differs_when_cut(pipeline: Pipeline, cuts: Cuts, indices: Sequence[int]) -> bool:
@@ -44,14 +45,20 @@ def differs_when_cut(pipeline: Pipeline, cuts: Cuts, indices: Sequence[int]) -> 
     }
     whole = Source(with_transforms(pipeline.dataset, chains), (), (), ())
     generators = Generators([pipeline.dataset])
+    before = generators.noted()
     begun = time.perf_counter()
-    for index in indices:
-        first, again, other = (_reading(source, index, generators) for source in (whole, whole, cut))
-        steady = first is not None and same(first, again, across=True) is None
-        if steady and same(first, other, across=True) is not None:
-            return True
-        if time.perf_counter() - begun > _SECONDS:
-            break
+    try:
+        for index in [*indices] * _ROUNDS:
+            first, again, other = (_reading(source, index, generators) for source in (whole, whole, cut))
+            if first is not None and same(first, again, across=True) is None:
+                if same(first, other, across=True) is not None:
+                    return True
+                generators.put(first[1])  # so that the next one draws otherwise, as in training
+                generators.note()
+            if time.perf_counter() - begun > _SECONDS:
+                break
+    finally:
+        generators.put(before)
     return False
 
 

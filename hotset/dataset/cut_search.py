@@ -11,6 +11,7 @@ The cut is the last one that is allowed, unless an earlier one is clearly cheape
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from hotset._warnings import printable
 from hotset.dataset.cut_check import differs_when_cut
 from hotset.dataset.pipeline import UNUSED, Chain, Cuts, Pipeline, SamplePath
 from hotset.dataset.recorder import RecordedSamples, Recorder, find_paths, passes_shared_objects, recorded
@@ -201,6 +203,31 @@ class _CutSearch:
             why = f"{self._class_name} accepts nothing in place of its {name} ({self._reads.refusal})"
             return self._keep_whole(unknown, number, why, (), ())
         recorders = [recorders[number] for recorders in self._reads.recorders]
+        try:
+            return self._judge_called(number, recorders)
+        except Exception as error:
+            if isinstance(error, NotCacheable) or not self._reads_any():
+                raise
+            what = f"{type(error).__name__} ({printable(str(error))})"
+            why = f"{self._class_name} catches what its {name} raises, {what}"
+            return self._keep_whole(unknown, number, why, (), ())
+
+    def _reads_any(self) -> bool:
+        """Whether the dataset itself can read one of the samples."""
+        for index in self._reads.indices:
+            with contextlib.suppress(Exception):
+                self._pipeline.dataset[index]
+                return True
+        return False
+
+    def _judge_called(self, number: int, recorders: Sequence[Recorder]) -> _ChainFindings:
+        """Judge one of the dataset's own chains by what it is called with.
+
+        Raises:
+            Exception: what the chain raises on all values.
+        """
+        name, chain = self._pipeline.attributes[number]
+        unknown = _ChainFindings(chain)
         values = [value for recorder in recorders for value in recorder.inputs]
         irregular = any(recorder.irregular for recorder in recorders)
         if name not in TRANSFORM_NAMES and not values and not irregular:

@@ -7,6 +7,7 @@ is cut, a cached run equals an uncached one bit for bit, random suffix included.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -693,6 +694,30 @@ class TriesAgain(Around):
         return picture
 
 
+class TriesAgainAtTimes(Around):
+    def __getitem__(self, index: int) -> Any:
+        whole = torch.full((2,), index)
+        picture = self.transform(whole)
+        return self.transform(whole) if int(picture[0]) % 4 == 0 else picture
+
+
+class FailsAtTimes(Crop):
+    def __call__(self, picture: torch.Tensor) -> torch.Tensor:
+        if torch.rand(()) < 0.3:
+            raise ValueError("there is nothing in this crop")
+        return super().__call__(picture)
+
+
+class Catches(Around):
+    def __init__(self) -> None:
+        self.transform = FailsAtTimes()
+
+    def __getitem__(self, index: int) -> Any:
+        while True:
+            with contextlib.suppress(ValueError):
+                return self.transform(torch.full((2,), index))
+
+
 class TriesUntilItIsRandom(Around):
     def __getitem__(self, index: int) -> Any:
         whole = torch.full((2,), index)
@@ -703,7 +728,16 @@ class TriesUntilItIsRandom(Around):
 
 
 @pytest.mark.parametrize(
-    "kind", [SeedsByIndex, DrawsASeed, PutsTheGeneratorBack, TriesAgain, TriesUntilItIsRandom]
+    "kind",
+    [
+        SeedsByIndex,
+        DrawsASeed,
+        PutsTheGeneratorBack,
+        TriesAgain,
+        TriesAgainAtTimes,
+        Catches,
+        TriesUntilItIsRandom,
+    ],
 )
 def test_a_chain_is_not_cut_if_samples_are_others_when_it_runs_later(kind: type[Around]) -> None:
     dataset = kind()
@@ -726,6 +760,33 @@ def test_the_parts_of_a_concat_dataset_with_other_chains_are_to_be_cached_alone(
         hotset.cache(ConcatDataset(parts), memory="1MiB")
     cached = [hotset.cache(part, memory="1MiB") for part in parts]
     equal_batches(epochs(ConcatDataset(cached)), epochs(ConcatDataset(parts)))
+
+
+class Halves:
+    def __call__(self, picture: torch.Tensor) -> torch.Tensor:
+        if picture.numel() > 1:
+            raise ValueError("too large")
+        return picture / 2
+
+
+class TakesTheHalf(Around):
+    """Its chain raises on all samples, and it goes on; nothing is random."""
+
+    def __init__(self) -> None:
+        self.transform = Halves()
+
+    def __getitem__(self, index: int) -> Any:
+        try:
+            return self.transform(torch.full((2,), index))
+        except ValueError:
+            return self.transform(torch.full((1,), index))
+
+
+def test_a_chain_whose_errors_the_dataset_catches_is_cached_whole() -> None:
+    with hotset.cache(TakesTheHalf(), memory="1MiB") as cached:
+        equal_batches(epochs(cached), epochs(TakesTheHalf()))
+        assert cached.stats().hits
+        assert any("catches what its transform raises" in note for note in cached.plan.notes)
 
 
 def test_a_library_dataset_is_declared_by_the_object_and_not_by_its_class() -> None:
