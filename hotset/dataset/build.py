@@ -265,7 +265,7 @@ def _warn_of_epochs(dataset: Any, key: str | None) -> None:
         return
     name = type(dataset).__name__
     then = (
-        "and are then cached anew, but only once: after a second change they come from the source"
+        "and are then cached anew, or come from the source if they change in each epoch"
         if key is None
         else "but cached ones stay as they are, as key= says what they are"
     )

@@ -207,6 +207,10 @@ class CachedDataset(DatasetProxy[T]):
     def _follow_content(self) -> None:
         """Cache anew, or no more, what may depend on something that the dataset holds and that has changed.
 
+        A cache that is made anew must pay: if it has not served as many samples as it holds before the same
+        changes again, there is no other. So sizes that grow every few epochs are followed, and a counter of
+        epochs is followed once.
+
         Workers that run already see a change only of memory that processes share. After another one samples
         stay those of the dataset as it was, as without a cache.
         """
@@ -217,19 +221,19 @@ class CachedDataset(DatasetProxy[T]):
             if self._workers_keep and self._watch.change() is not None:
                 self._current.access.leave_off_audits()
             return
-        what, dropped = str(change), self._stats_of(self._current).cached
+        what, stats = str(change), self._stats_of(self._current)
         if self._workers_keep:
             self._watch = None
             store = self._current.access.any_store
             if store is not None:
                 store.invalidate()
             warn(self._has_changed(what))
-        elif what in self._followed:
-            self._read_uncached(self._has_changed(what, " again"))
+        elif what in self._followed and stats.hits < max(stats.cached, 1):
+            self._read_uncached(self._has_changed(what, " again before its cache has served an epoch"))
         else:
             self._followed.add(what)
-            if self._make_anew(what, "has changed", in_place=True) and dropped:
-                self._warn_dropped(what, "has changed", dropped, further=" this once")
+            if self._make_anew(what, "has changed", in_place=True) and stats.cached:
+                self._warn_dropped(what, "has changed", stats.cached)
 
     def _has_changed(self, what: str, again: str = "") -> str:
         return (
@@ -415,8 +419,8 @@ class CachedDataset(DatasetProxy[T]):
 
         The sampler determines the order: call ``loader.sampler.set_epoch(epoch)`` as usual. What the
         dataset's ``set_epoch`` changes counts as if it were called on the dataset: if samples may depend on
-        it, they are cached anew after the first change, and come from the source after the second; in
-        mid-pass, from the next pass on. A window moves on if the epoch differs from the last one;
+        it, they are cached anew, and come from the source if it changes again before the cache has served an
+        epoch; in mid-pass, from the next pass on. A window moves on if the epoch differs from the last one;
         :class:`hotset.DataLoader` announces epochs to it itself, and not a second time.
 
         Raises:
@@ -505,12 +509,10 @@ class CachedDataset(DatasetProxy[T]):
         if self._make_anew(what, "was set") and dropped and not names_transforms(name):
             self._warn_dropped(what, "was set", dropped, instead=", and set it on `.dataset`")
 
-    def _warn_dropped(
-        self, what: str, event: str, dropped: int, *, further: str = "", instead: str = ""
-    ) -> None:
+    def _warn_dropped(self, what: str, event: str, dropped: int, *, instead: str = "") -> None:
         warn(
             f"{what} {event}, and samples may depend on it, so {dropped:,} cached samples were dropped, and "
-            f"samples are cached anew{further}; {self._if_independent()}{instead}."
+            f"samples are cached anew; {self._if_independent()}{instead}."
         )
 
     def _make_anew(self, what: str, event: str, *, in_place: bool = False) -> bool:
