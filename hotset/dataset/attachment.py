@@ -65,32 +65,43 @@ class Attachment:
 
     def store(self) -> Store | None:
         """The store, attached to if needed; None if none can be reached, or after :meth:`close`."""
+        store = self._store
+        if isinstance(store, (Address, str)):
+            store = self._attached()
+        if store is not None:
+            if self._joined != os.getpid():
+                self._join(store)
+            if self.watch is not None:
+                store.filler.watch = self.watch
+        return store
+
+    def attach(self) -> Store | None:
+        """Attach before the first use, without listing this process as one that keeps the cache alive.
+
+        Raises:
+            SegmentError, OSError: no process within reach has it.
+        """
         if isinstance(self._store, (Address, str)):
-            self._store = self._attach(self._store)
-            self._joined = 0
-        if self._store is not None and self._joined != os.getpid():
-            self._join(self._store)
-        if self._store is not None and self.watch is not None:
-            self._store.filler.watch = self.watch
+            self._store = attach_again(self._store, attach_store)
+            self._set_allowance(self._store)
         return self._store
+
+    def _attached(self) -> Store | None:
+        try:
+            return self.attach()
+        except (SegmentError, OSError) as error:
+            self._store = None
+            warn(
+                f"the cache of {self._name} cannot be attached to, so samples come from the source: {error} "
+                "Unpickle it on the same machine, while a process that has it lives."
+            )
+            return None
 
     def _join(self, store: Store) -> None:
         """List this process as one that keeps the cache alive. A loader's worker ends before its parent."""
         self._joined = os.getpid()
         if self._handle is not None and get_worker_info() is None:
             self._handle.join(store.segment.fd)
-
-    def _attach(self, address: Address | str) -> Store | None:
-        try:
-            store = attach_again(address, attach_store)
-        except (SegmentError, OSError) as error:
-            warn(
-                f"the cache of {self._name} cannot be attached to, so samples come from the source: {error} "
-                "Unpickle it on the same machine, while a process that has it lives."
-            )
-            return None
-        self._set_allowance(store)
-        return store
 
     def _set_allowance(self, store: Store | None) -> None:
         """Limit the store to what its session has left."""
@@ -110,8 +121,8 @@ class Attachment:
             self._handle = None
 
     def __getstate__(self) -> dict[str, Any]:
-        store = self.store()
-        return {**self.__dict__, "_store": store.address if store is not None else None}
+        where = self._store.address if isinstance(self._store, Store) else self._store
+        return {**self.__dict__, "_store": where, "_joined": 0}
 
 
 def map_ahead(segment: Segment) -> threading.Thread | None:

@@ -17,6 +17,7 @@ be the cache's.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import operator
 import os
@@ -27,14 +28,14 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from torch.utils.data import get_worker_info
 
 from hotset._warnings import warn
+from hotset.dataset.attachment import Attachment
 from hotset.dataset.sample_spec import SampleSpec, limit_in_bytes, sample_count
 from hotset.errors import ArgumentError, SegmentError, UnsupportedPlatform
-from hotset.session.find_or_create import CacheHandle, attach_again, find_or_create_in_job
+from hotset.session.find_or_create import find_or_create_in_job
 from hotset.store.format import PRESENT, Live
-from hotset.store.segment import Address, Words
+from hotset.store.segment import Words
 from hotset.store.slots import Slots
 
 __all__ = ["SharedCache", "get_shm_size"]
@@ -98,8 +99,7 @@ class SharedCache:
         self._spec = SampleSpec(data_dims, dtype)
         self._length, lines = self._spec.share_out(limit, self._samples)
         self._slots: Slots | None = None
-        self._handle: CacheHandle | None = None
-        self._joined = os.getpid()
+        self._attachment = Attachment(None, None, "")
         self._seen = _Seen()
         if self._length:
             # A random key is not shared. Ranks share only with `key=`, as each may have its own part of the
@@ -336,49 +336,35 @@ class SharedCache:
         content = json.dumps([key, self._samples, self._length, lines, spec.dims, str(spec.dtype)])
         content = f"hotset.SharedCache {content}"
         shared = find_or_create_in_job(content, name, create=create, attach=Slots.attach)
-        self._slots, self._handle = shared.value, shared.handle
-        if self._slots is not None:
-            self._slots.store.allocator.knob = "`size_limit_gib=`"
+        if shared.value is not None:
+            self._slots = shared.value
+            self._attachment = Attachment(shared.value.store, shared.handle, name)
 
     def _here(self) -> Slots | None:
         """The slots, after listing this process as one that keeps them alive; None without a cache."""
-        if self._joined != os.getpid():
-            self._joined = os.getpid()
-            # A loader's worker ends before its parent, which is listed.
-            if self._slots is not None and self._handle is not None and get_worker_info() is None:
-                self._handle.join(self._slots.segment.fd)
-        return self._slots
+        return self._slots if self._attachment.store() is not None else None
 
     def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        del state["_seen"]
-        state["_slots"] = self._slots.segment.address if self._slots is not None else None
-        return state
+        # A copy in this process attaches by itself, as it may be closed first.
+        return {**self.__dict__, "_seen": None, "_slots": None, "_attachment": copy.copy(self._attachment)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _seen=_Seen(), _joined=0)
-        # At once: the sending process may close it soon.
-        self._slots = self._attach(state["_slots"]) if state["_slots"] is not None else None
-
-    def _attach(self, address: Address) -> Slots | None:
+        self.__dict__.update(state, _seen=_Seen())
         try:
-            slots = attach_again(address, Slots.attach)
+            store = self._attachment.attach()  # at once: the sending process may close it soon
         except (SegmentError, OSError) as error:
+            self._attachment.close()
             warn(
                 f"SharedCache: its memory cannot be attached to, so every slot is empty: {error} Unpickle it "
                 "on the same machine, while a process that has it lives."
             )
-            return None
-        slots.store.allocator.knob = "`size_limit_gib=`"
-        return slots
+            return
+        self._slots = Slots(store) if store is not None else None
 
     def __del__(self, suppress: type[contextlib.suppress] = contextlib.suppress) -> None:
         # At interpreter exit anything may be gone already, this module's imports included.
         with suppress(Exception):
-            if isinstance(self._slots, Slots):
-                self._slots.close()
-            if self._handle is not None:
-                self._handle.close()
+            self._attachment.close()
 
 
 def get_shm_size() -> int:

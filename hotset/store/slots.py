@@ -73,6 +73,7 @@ class Slots:
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        store.allocator.knob = "`size_limit_gib=`"
         self.segment = store.segment
         self._claims = store.filler.claims
         self._index = store.segment.index
