@@ -8,11 +8,11 @@ and would leave an open handle behind, which a spawned worker could not get and 
 have other pictures drawn.
 
 So the attributes of the dataset, of the datasets that it wraps, and of the objects of the user's classes that
-these hold, are set to what they were; lists, dicts, sets and deques among them get the elements that they
-had, and small arrays and tensors their numbers. So are those of its transforms, before the cache gets its
-fingerprint: a transform that counts its calls, or loads a network when it is called first, would have another
-one in the process that plans than in all others. An object is left alone if a container of another kind has
-grown or shrunk meanwhile, as its attributes may describe the container.
+these hold, in a ``__dict__`` or in slots, are set to what they were; lists, dicts, sets and deques among them
+get the elements that they had, and small arrays and tensors their numbers. So are those of its transforms,
+before the cache gets its fingerprint: a transform that counts its calls, or loads a network when it is called
+first, would have another one in the process that plans than in all others. An object is left alone if a
+container of another kind has grown or shrunk meanwhile, as its attributes may describe the container.
 
 **Compared.** A method of the dataset may set attributes on which samples depend (``close_mosaic()``), or the
 user may: ``dataset.labels[3] = 5``, ``dataset.config.size = 64``, ``dataset.epoch.value += 1``. Values are
@@ -45,7 +45,7 @@ from hotset.determinism.batch_transform import TakesBatches
 from hotset.determinism.code_dependencies import is_users
 from hotset.determinism.contents import content_of, is_shared, put_content, whole_content_of
 from hotset.determinism.object_graph import held_objects
-from hotset.determinism.outside import dict_of, elements, is_a, is_opaque, length
+from hotset.determinism.outside import attributes_of, elements, is_a, is_opaque, length, set_attribute
 
 __all__ = ["Change", "HeldAttributes", "Room", "datasets_in"]
 
@@ -201,7 +201,7 @@ class _Owner(NamedTuple):
 
     @classmethod
     def of(cls, owner: Any, room: Room, counts: Counts) -> _Owner:
-        held = {name: value for name, value in vars(owner).items() if counts(owner, name)}
+        held = {name: value for name, value in (attributes_of(owner) or {}).items() if counts(owner, name)}
         seen = {name: found for name, value in held.items() if (found := _seen(value, room)) is not None}
         return cls(owner, held, seen, _lengths(held))
 
@@ -256,14 +256,14 @@ class HeldAttributes:
     def put_back(self) -> None:
         """Set all attributes to what they were, with the elements that they had."""
         for owner, held, seen, lengths in self._held:
-            now = dict_of(owner)
+            now = attributes_of(owner)
             if now is None or _lengths(held) != lengths:
                 continue
             for name in [name for name in now if name not in held and self._counts(owner, name)]:
-                del now[name]
+                set_attribute(owner, name)
             for name, value in held.items():
                 if name not in now or now[name] is not value:
-                    now[name] = value
+                    set_attribute(owner, name, value)
             for each in seen.values():
                 each.put_back()
 
@@ -286,7 +286,7 @@ class HeldAttributes:
 
     def _differing(self) -> Iterator[Change]:
         for owner, held, seen, _ in self._held:
-            kind, now = type(owner).__name__, dict_of(owner)
+            kind, now = type(owner).__name__, attributes_of(owner)
             if now is None:  # it does not show them any more
                 yield Change(kind, "__dict__", False)
                 continue
@@ -330,7 +330,7 @@ def _is_computed(owner: Any, name: str, before: Any) -> bool:
 
 def datasets_in(dataset: Any, depth: int = 0) -> Iterator[Any]:
     """The dataset and those that it wraps, but for a cached one, which looks after its own."""
-    held = dict_of(dataset)
+    held = attributes_of(dataset)
     if held is None or str(type(dataset).__module__).startswith("hotset."):
         return
     yield dataset
@@ -355,14 +355,14 @@ def _counts(owner: Any, name: str) -> bool:
 
 def _users_objects(owner: Any, counts: Counts) -> Iterator[Any]:
     """The objects of the user's classes that an owner holds; but datasets are owners themselves."""
-    for name, value in list(vars(owner).items()):
+    for name, value in list((attributes_of(owner) or {}).items()):
         if is_opaque(value) or type(value) in _PLAIN_TYPES or is_a(value, Dataset) or not counts(owner, name):
             continue
         if issubclass(type(value), _ENTERED) and length(value) > Room.elements:
             continue
         for each in held_objects(value, _NAMESPACES):
             is_one = is_a(each, _NAMESPACES) or (is_users(each) and not is_a(each, Dataset))
-            if is_one and dict_of(each) is not None:
+            if is_one and attributes_of(each) is not None:
                 yield each
 
 

@@ -35,7 +35,7 @@ from hotset.dataset.format_transform import format_of
 from hotset.determinism.fingerprint import fingerprint
 from hotset.determinism.libraries import torch_nn
 from hotset.determinism.object_graph import solid_base
-from hotset.determinism.outside import dict_of, length, values_of
+from hotset.determinism.outside import attributes_of, dict_of, length, set_attribute, values_of
 from hotset.determinism.verdict import library_of
 
 __all__ = [
@@ -187,22 +187,28 @@ class CopiedAttributes:
 
     def __init__(self, dataset: Any, twin: Any) -> None:
         self._pairs = [
-            (vars(owner), vars(other), dict(vars(owner)), _differing(vars(owner), vars(other)))
+            (owner, other, dict(_attributes(owner)), _differing(_attributes(owner), _attributes(other)))
             for owner, other in zip(owners_of_transforms(dataset), owners_of_transforms(twin), strict=True)
             if owner is not other
         ]
 
     def follow(self) -> None:
         """Set on the copy what was set on the dataset since the last call, and delete what was deleted."""
-        for now, copied, held, differing in self._pairs:
+        for owner, copied, held, differing in self._pairs:
+            now = _attributes(owner)
             for name in held.keys() - now.keys():
                 del held[name]
-                copied.pop(name, None)
+                if name in _attributes(copied):
+                    set_attribute(copied, name)
             for name, value in now.items():
                 if held.get(name, _ABSENT) is not value:
                     held[name] = value
                     if name not in differing:
-                        copied[name] = value
+                        set_attribute(copied, name, value)
+
+
+def _attributes(owner: Any) -> dict[str, Any]:
+    return attributes_of(owner) or {}
 
 
 def _differing(one: dict[str, Any], other: dict[str, Any]) -> set[str]:

@@ -37,6 +37,7 @@ from typing import Any
 from hotset.determinism import entropy
 from hotset.determinism.equality import same
 from hotset.determinism.near_attributes import Changed, NearAttributes, put_back
+from hotset.determinism.outside import attributes_of
 from hotset.determinism.rng import KINDS, Generators
 
 __all__ = ["DrawWatch"]
@@ -128,7 +129,7 @@ class DrawWatch:
 
     def _unmake(self, made: list[Changed], read: object, read_again: Callable[[], object]) -> None:
         """Put back objects in which a generator was made, if what was read comes from their former state."""
-        had = [(held, dict(held)) for held, _ in made]
+        had = [(owner, dict(attributes_of(owner) or {})) for owner, _ in made]
         put_back(made)
         try:
             is_same = same(read, read_again()) is None
@@ -137,9 +138,7 @@ class DrawWatch:
         if is_same:
             put_back(made)
         else:
-            for held, values in had:  # never without an attribute in between: an interrupt may come
-                held.update(values)
-                put_back([(held, values)])
+            put_back(had)
         self._near.look()
 
     def _draws_again(self, read: object, read_again: Callable[[], object]) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hotset.determinism.object_graph import attributes, within_reach
-from hotset.determinism.outside import dict_of
+from hotset.determinism.outside import attributes_of, dict_of, set_attribute, slots_of
 
 __all__ = ["Changed", "NearAttributes", "put_back"]
 
@@ -23,8 +23,8 @@ _NEAR, _LEVELS = 64, 3
 _SIMPLE = frozenset(map(id, (type(None), bool, int, float, str, bytes)))
 _OTHER = object()  # in place of a value that is not kept
 
-Changed = tuple[dict[str, Any], dict[str, Any]]
-"""The attributes of an object, and those that it had when they were noted."""
+Changed = tuple[object, dict[str, Any]]
+"""An object, and the attributes that it had when they were noted."""
 
 
 class NearAttributes:
@@ -51,15 +51,15 @@ class NearAttributes:
 
     def look(self) -> None:
         """Find the objects that are near now, and note their attributes."""
-        self._objects = list(_near(self._holders))
+        self._objects = [(each, bool(slots_of(each))) for each in _near(self._holders)]
         self._types = self._types_now()
         self.note()
 
     def note(self) -> None:
         """From here on, compare with the present attributes."""
         self._noted = [
-            {name: value if id(type(value)) in _SIMPLE else _OTHER for name, value in vars(each).items()}
-            for each in self._objects
+            {name: value if id(type(value)) in _SIMPLE else _OTHER for name, value in held.items()}
+            for held in self._now()
         ]
 
     @property
@@ -68,32 +68,40 @@ class NearAttributes:
         return self._types_now() != self._types
 
     def _types_now(self) -> list[tuple[type, ...]]:
-        return [tuple(map(type, vars(each).values())) for each in self._objects]
+        return [tuple(map(type, held.values())) for held in self._now()]
+
+    def _now(self) -> Iterator[dict[str, Any]]:
+        """The attributes of each object; it is asked for with each sample that is read."""
+        for each, has_slots in self._objects:
+            yield (attributes_of(each) or {}) if has_slots else vars(each)
 
     def with_new(self, kinds: tuple[type, ...]) -> list[Changed]:
         """The objects in which an attribute that was None or absent reaches an object of these kinds."""
         return [
-            (vars(each), noted)
-            for each, noted in zip(self._objects, self._noted, strict=True)
+            (each, noted)
+            for (each, _), held, noted in zip(self._objects, self._now(), self._noted, strict=True)
             if any(
                 value is not None and noted.get(name) is None and any(within_reach([value], kinds))
-                for name, value in list(vars(each).items())
+                for name, value in list(held.items())
             )
         ]
 
 
 def put_back(objects: Sequence[Changed]) -> None:
     """Give the objects the simple values that were noted, and take away attributes that were not there."""
-    for held, noted in objects:
-        for name in list(held):
-            if name not in noted:
-                del held[name]
-            elif noted[name] is not _OTHER:
-                held[name] = noted[name]
+    for owner, noted in objects:  # never without an attribute in between: an interrupt may come
+        for name, value in noted.items():
+            if value is not _OTHER:
+                set_attribute(owner, name, value)
+        for name in (attributes_of(owner) or {}).keys() - noted.keys():
+            set_attribute(owner, name)
 
 
 def _has_attributes(obj: object) -> bool:
-    return type(dict_of(obj)) is dict and not issubclass(type(obj), types.ModuleType)
+    if type(dict_of(obj)) is dict:
+        return not issubclass(type(obj), types.ModuleType)
+    # Where hotset has slots and no dict, what looks through a dataset must not find the store.
+    return bool(slots_of(obj)) and not str(type(obj).__module__).startswith("hotset.")
 
 
 def _near(holders: Sequence[object]) -> Iterator[object]:

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from hotset.determinism.code_dependencies import imports, installed, is_users, loaded_globals, names_in
-from hotset.determinism.outside import is_opaque, shown, values_of
+from hotset.determinism.outside import is_opaque, shown, slots_of, values_of
 
 __all__ = ["attributes", "held_objects", "loaded_by", "reached_by_code", "solid_base", "within_reach"]
 
@@ -287,16 +287,9 @@ def attributes(obj: object) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if is_opaque(obj):
         return found
-    for cls in reversed(type(obj).__mro__):
-        # Members of a type written in C are not safe to read: one of functools.partial reads half a pointer.
-        if "__slots__" not in vars(cls):
-            continue
-        for name, member in list(vars(cls).items()):
-            if isinstance(member, types.MemberDescriptorType):
-                try:
-                    found[name] = member.__get__(obj, cls)
-                except AttributeError:
-                    continue
+    for name, slot in slots_of(obj).items():
+        with contextlib.suppress(AttributeError, TypeError):  # it is unset, or of another class
+            found[name] = slot.__get__(obj)
     with contextlib.suppress(Exception):  # it has only slots, or no attributes, or hides them
         found.update(object.__getattribute__(obj, "__dict__"))
     return {name: value for name, value in found.items() if not str(name).startswith("_hotset")}

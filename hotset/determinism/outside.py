@@ -11,6 +11,9 @@ what is asked                     may run                         asked here ins
 ``isinstance(x, kind)``           ``__class__``                   :func:`is_a`: False if that raises
 ``hasattr(x, name)``              ``__getattr__``                 :func:`has`: False if that raises
 ``vars(x)``                       a property ``__dict__``         :func:`dict_of`: None if that raises
+``x.name``, ``x.name = value``    properties, ``__setattr__``     :func:`attributes_of`,
+                                                                  :func:`set_attribute`: those of the dict and
+                                                                  the slots themselves
 ``len(x)``, ``x.values()``, ...   methods of a subclass           :func:`length`, :func:`elements`: those of
                                                                   the built-in type
 ``type(x).__module__``, ...       properties of a metaclass       :func:`is_opaque`: such an object is not
@@ -23,10 +26,14 @@ kind. A container is one by its type: a proxy of a list has no elements of its o
 
 from __future__ import annotations
 
+import contextlib
+import types
 from collections import deque
 from typing import Any
 
 __all__ = [
+    "UNSET",
+    "attributes_of",
     "dict_of",
     "elements",
     "has",
@@ -34,9 +41,14 @@ __all__ = [
     "is_a",
     "is_opaque",
     "length",
+    "set_attribute",
     "shown",
+    "slots_of",
     "values_of",
 ]
+
+UNSET = object()
+"""In place of a value: there is none."""
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, bytearray)
 _ASKED = (
@@ -98,6 +110,73 @@ def dict_of(value: object) -> dict[str, Any] | None:
     except Exception:  # of the object's own code
         return None
     return held if issubclass(type(held), dict) else None
+
+
+def slots_of(value: object) -> dict[str, types.MemberDescriptorType]:
+    """What reads and sets the slots that the classes of an object declare, by name.
+
+    Members of a type written in C are not safe to read: one of functools.partial reads half a pointer.
+
+    Example:
+        >>> class Point:
+        ...     __slots__ = ("x", "__weakref__")
+        >>> slots_of(Point())
+        {'x': <member 'x' of 'Point' objects>}
+    """
+    found: dict[str, types.MemberDescriptorType] = {}
+    try:
+        for cls in reversed(type(value).__mro__):
+            for name, member in list(vars(cls).items()) if "__slots__" in vars(cls) else ():
+                if isinstance(member, types.MemberDescriptorType):
+                    found[name] = member
+    except Exception:  # of a metaclass
+        return {}
+    return found
+
+
+def attributes_of(value: object) -> dict[str, Any] | None:
+    """The attributes of an object, in its ``__dict__`` and in slots; None if it has, or shows, neither.
+
+    It is to be read only: set what it holds by :func:`set_attribute`.
+
+    Example:
+        >>> class Point:
+        ...     __slots__ = ("x", "y")
+        >>> point = Point()
+        >>> set_attribute(point, "x", 1)
+        >>> attributes_of(point), attributes_of(3)
+        ({'x': 1}, None)
+    """
+    held, slots = dict_of(value), slots_of(value)
+    if not slots:
+        return held
+    found = dict(held or {})
+    for name, slot in slots.items():
+        with contextlib.suppress(AttributeError, TypeError):  # it is unset, or of another class
+            found[name] = slot.__get__(value)
+    return found
+
+
+def set_attribute(owner: object, name: str, value: object = UNSET) -> None:
+    """Set an attribute where it lies, or delete it: no property or ``__setattr__`` of the owner runs.
+
+    Example:
+        >>> class Point:
+        ...     __slots__ = ("x", "y")
+        ...     def __setattr__(self, name, value): raise TypeError("it is frozen")
+        >>> point = Point()
+        >>> set_attribute(point, "x", 1)
+        >>> set_attribute(point, "x")
+        >>> attributes_of(point)
+        {}
+    """
+    slot, held = slots_of(owner).get(name), dict_of(owner)
+    if slot is not None:
+        slot.__delete__(owner) if value is UNSET else slot.__set__(owner, value)
+    elif held is not None and value is UNSET:
+        del held[name]
+    elif held is not None:
+        held[name] = value
 
 
 def has(value: object, name: str) -> bool:

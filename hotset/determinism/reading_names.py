@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 
 from hotset.determinism.code_dependencies import is_users, names_in
 from hotset.determinism.object_graph import held_objects, loaded_by
-from hotset.determinism.outside import dict_of, is_a, is_opaque, length, values_of
+from hotset.determinism.outside import attributes_of, is_a, is_opaque, length, values_of
 
 __all__ = ["names_read"]
 
@@ -54,7 +54,7 @@ def names_read(dataset: Any, but: Collection[str] = ()) -> frozenset[str] | None
         >>> sorted(names_read(Squares()))
         ['root', 'scaled']
     """
-    kind, held = type(dataset), dict_of(dataset) or {}
+    kind, held = type(dataset), attributes_of(dataset) or {}
     search = _Search()
     for name in _READING:
         search.add_of_class(kind, name)

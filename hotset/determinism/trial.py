@@ -29,7 +29,7 @@ from hotset.determinism.chain import applied
 from hotset.determinism.code_dependencies import loaded_globals
 from hotset.determinism.equality import content_digests
 from hotset.determinism.object_graph import attributes, held_objects, reached_by_code
-from hotset.determinism.outside import dict_of
+from hotset.determinism.outside import attributes_of
 from hotset.determinism.probe import probe
 from hotset.determinism.rng import Generators
 from hotset.determinism.timing import Timed
@@ -141,7 +141,7 @@ def alters_input(steps: Sequence[Callable[..., Any]], value: Any) -> bool:
 
 
 def _digests(step: Any) -> dict[str, bytes]:
-    return {} if not attributes(step) and dict_of(step) is None else content_digests(step)
+    return {} if not attributes(step) and attributes_of(step) is None else content_digests(step)
 
 
 def _change(before: dict[str, bytes], now: dict[str, bytes]) -> tuple[str, ...]:
