@@ -192,7 +192,7 @@ class CachedDataset(DatasetProxy[T]):
         in_pass = self._in_pass()
         self._up_to_date(in_pass=in_pass)
         if not in_pass and self._length_has_changed():
-            self._attribute_was_set("length", noticed=True)  # samplers ask for it as a pass begins
+            self._length_was_changed()  # samplers ask for it as a pass begins
         elif not in_pass:
             self._follow_content()
         return self._current.plan.used
@@ -233,7 +233,7 @@ class CachedDataset(DatasetProxy[T]):
         else:
             self._followed.add(what)
             if self._make_anew(what, "has changed", in_place=True) and stats.cached:
-                self._warn_dropped(what, "has changed", stats.cached)
+                self._warn_dropped(what, "has changed", stats.cached, f"; {self._if_independent()}")
 
     def _has_changed(self, what: str, again: str = "") -> str:
         return (
@@ -443,7 +443,11 @@ class CachedDataset(DatasetProxy[T]):
         """Follow what the dataset's ``set_epoch`` has changed, since when its attributes were ``held``."""
         in_worker = get_worker_info() is not None
         if self._current.window is None and len(self._dataset) != self._current.plan.samples:
-            self._attribute_was_set(held.changed() or "length", noticed=True)
+            changed = held.changed()
+            if changed is not None:
+                self._attribute_was_set(changed, noticed=True)
+            else:
+                self._length_was_changed()
         elif in_worker and not self._is_believed() and (changed := held.changed()) is not None:
             self._attribute_was_set(changed)
         elif not self._in_pass():
@@ -489,10 +493,27 @@ class CachedDataset(DatasetProxy[T]):
             name: of the attribute.
             noticed: whether it was set on the dataset itself, or by its method, some time before.
         """
+        advice = f"; {self._if_independent()}, and set it on `.dataset`"
         what = f"{type(self._dataset).__name__}.{name}"
+        self._follow_change(what, "was set", None if names_transforms(name) else advice, noticed=noticed)
+
+    def _length_was_changed(self) -> None:
+        """Make another plan and cache, as the dataset has another length now."""
+        what, then = f"the length of {type(self._dataset).__name__}", self._current.plan.samples
+        event = f"changed from {then:,} to {len(self._dataset):,}"
+        self._follow_change(what, event, "", noticed=True)
+
+    def _follow_change(self, what: str, event: str, advice: str | None, *, noticed: bool) -> None:
+        """Make another plan and cache, or read uncached, after something has changed.
+
+        Args:
+            what, event: what has happened.
+            advice: the end of the warning that samples were dropped; None: there is none.
+            noticed: whether it has happened some time before.
+        """
         self._take_snapshot()
         if get_worker_info() is not None:
-            # Noticed: it was set before the worker began, and the main process notices it at its next epoch.
+            # Noticed: it was so before the worker began, and the main process notices it at its next epoch.
             sentence = f"{what} was set in a loader's worker, so this worker reads its samples uncached."
             self._read_uncached(None if noticed else sentence)
             return
@@ -501,18 +522,19 @@ class CachedDataset(DatasetProxy[T]):
             return
         if self._arguments.key is not None:
             self._read_uncached(
-                f'{what} was set, but key="{self._arguments.key}" names what was cached before, so samples '
-                "come from the source; set it before you call hotset.cache, with another key."
+                f'{what} {event}, but key="{self._arguments.key}" names what was cached before, so samples '
+                "come from the source; change it before you call hotset.cache, with another key."
             )
             return
         dropped = self._stats_of(self._current).cached
-        if self._make_anew(what, "was set") and dropped and not names_transforms(name):
-            self._warn_dropped(what, "was set", dropped, instead=", and set it on `.dataset`")
+        if self._make_anew(what, event) and dropped and advice is not None:
+            self._warn_dropped(what, event, dropped, advice)
 
-    def _warn_dropped(self, what: str, event: str, dropped: int, *, instead: str = "") -> None:
+    @staticmethod
+    def _warn_dropped(what: str, event: str, dropped: int, advice: str) -> None:
         warn(
             f"{what} {event}, and samples may depend on it, so {dropped:,} cached samples were dropped, and "
-            f"samples are cached anew; {self._if_independent()}{instead}."
+            f"samples are cached anew{advice}."
         )
 
     def _make_anew(self, what: str, event: str, *, in_place: bool = False) -> bool:

@@ -540,14 +540,17 @@ def test_the_length_of_a_dataset_that_grows_or_shrinks_is_followed_from_the_next
     loader: Any, workers: int
 ) -> None:
     dataset = Grows()
-    with warnings.catch_warnings(), hotset.cache(dataset, memory="1MiB") as cached:
-        warnings.simplefilter("ignore", hotset.HotsetWarning)
+    with recorded() as told, hotset.cache(dataset, memory="1MiB") as cached:
         batches = loader(cached, batch_size=2, num_workers=workers)
         for change in (lambda: None, lambda: dataset.rows.append(torch.ones(2)), dataset.rows.pop):
             change()
             seen = torch.cat(list(batches))
             assert torch.equal(seen, torch.stack(dataset.rows))
             assert len(cached) == len(dataset)
+    words = [str(each.message) for each in told]
+    dropped = "6 cached samples were dropped, and samples are cached anew."
+    assert words[0] == f"the length of Grows changed from 6 to 7, and samples may depend on it, so {dropped}"
+    assert all("the length of Grows changed from 7 to 6" in each for each in words[1:])
 
 
 def test_a_dataset_may_grow_in_the_midst_of_a_pass_whoever_asks_for_its_length() -> None:
