@@ -4,10 +4,8 @@ Verdicts and probes examine a few samples for a second; the audit goes on as lon
 process may spend a hundredth of the elapsed time on it: the slower the training steps are, the more samples
 per epoch are audited. Generators are restored, so the program draws the same numbers as without audits.
 
-The time budget is kept for a while (a sample that takes a second is due after a hundred), but not for ever: a
-notebook that was idle for a night must not begin the day with minutes of audits. Workers that live for one
-epoch may end before they have the budget for a slow sample: so a new worker begins with its job's budget up
-to then, for as many workers as there are, less what all processes have spent.
+Workers that live for one epoch may end before they have the time budget for a slow sample: so a new worker
+begins with its job's budget up to then, for as many workers as there are, less what all processes have spent.
 
 If the source no longer returns what was cached, either the sample is random, or something that it depends on
 has changed: a file, a parameter, code, or an object that reading itself changes (a tokenizer that adds words
@@ -27,6 +25,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import get_worker_info
 
+from hotset.dataset.audit_budget import AuditBudget
 from hotset.dataset.pipeline import Pipeline, Source
 from hotset.dataset.recorder import recorded
 from hotset.determinism.aliasing import copied
@@ -40,7 +39,6 @@ from hotset.store.store import Store
 __all__ = ["Audit", "first_difference", "why_it_differs"]
 
 _SHARE = 0.01
-_KEPT_SECONDS = 0.5
 _REPEATS = 16
 _FIRST_SECONDS = 1.0
 # Knuth's multiplicative hash: chooses the sample of a batch without drawing from any generator.
@@ -66,8 +64,7 @@ class Audit:
         self._begun = time.monotonic()
         self._spent_before = spent
         self._process = 0
-        self._seen = 0.0  # when time was last added to the budget
-        self._left = 0.0
+        self._budget = AuditBudget(self._share)
         self._audits = 0
         self._generators: Generators | None = None
         self.last_seconds = 0.0
@@ -79,22 +76,19 @@ class Audit:
             hits: the number of hits.
             spent: returns the seconds that all processes have spent on audits of this cache up to now.
         """
-        now = time.monotonic()
         if self._process != os.getpid():
-            self._process, self._seen = os.getpid(), now
-            self._left = self._inherited(now, spent())
-        most = max(_KEPT_SECONDS, self._cost)
-        self._left = min(self._left + self._share * (now - self._seen), most)
-        self._seen = now
-        if not hits or self._left < self._cost:
+            self._process = os.getpid()
+            self._budget = AuditBudget(self._share, self._inherited(spent()))
+        if not self._budget.covers(self._cost) or not hits:
             return None
         self._audits += 1
         return (self._audits * _GOLDEN + self._process) % (1 << 32) % hits
 
-    def _inherited(self, now: float, spent: float) -> float:
+    def _inherited(self, spent: float) -> float:
         """The job's budget from before this process began, less what all processes have spent."""
         worker = get_worker_info()
-        earned = self._share * (now - self._begun) * (1 if worker is None else worker.num_workers)
+        processes = 1 if worker is None else worker.num_workers
+        earned = self._share * (time.monotonic() - self._begun) * processes
         return max(0.0, earned - (spent - self._spent_before))
 
     def differs(self, cached: Any, index: int) -> str | None:
@@ -128,7 +122,7 @@ class Audit:
         finally:
             self._generators.put(states)
             self.last_seconds = time.monotonic() - begun
-            self._left -= self.last_seconds
+            self._budget.spend(self.last_seconds)
             self._cost = max(self.last_seconds, self._cost / 2)
 
     def _why(self, index: int) -> str:

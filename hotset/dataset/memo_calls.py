@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 from hotset._warnings import printable, warn
+from hotset.dataset.audit_budget import AuditBudget
 from hotset.dataset.memo_store import MemoStats, MemoStore, open_store, stats_of
 from hotset.determinism.argument_key import (
     ArgumentKey,
@@ -61,7 +62,7 @@ _PATIENCE_SECONDS, _NESTED_SECONDS = 30.0, 1.0
 _MOST_CHANGES = 20
 _AT_FIRST = True, False, torch.float32, False, False  # torch's modes: see _torch_modes
 _TRIES = 3  # to claim what nobody has claimed
-_AUDITED_SHARE, _AUDIT_KEPT_SECONDS = 0.005, 0.5
+_AUDITED_SHARE = 0.005
 _LEAST_AUDIT_SECONDS = 1e-3  # an audit counts as at least this long: ten a second are enough
 # What a user was told of a function, in all its processes: flags beside those of the key table.
 _TOLD = {"draws": 1 << 8, "identity": 1 << 9, "kind": 1 << 10, "room": 1 << 11, "changed": 1 << 12}
@@ -119,8 +120,7 @@ class Calls:
     # No ``__dict__``: what looks through a dataset for its state must not find the store.
     __slots__ = (
         "__weakref__",
-        "_audit_left",
-        "_audited",
+        "_audit_budget",
         "_bindings",
         "_changes",
         "_closed",
@@ -156,8 +156,7 @@ class Calls:
         self.name = name_of(function)
         self._watches: list[DrawWatch] = []
         self._depth = threading.local()
-        self._audited = time.monotonic()
-        self._audit_left = 0.0
+        self._audit_budget = AuditBudget(_AUDITED_SHARE)
         self._generators: Generators | None = None
         self._told: set[str] = set()
         _every.add(self)
@@ -260,7 +259,8 @@ class Calls:
             if value is not MISSING:
                 state.counters[Counter.HITS] += 1
                 state.reads[Slot.HITS] += 1
-                return value if not self._is_audit_due(state) else self._audit(state, value, compute)
+                cost = max(self._mean_seconds_here(state), _LEAST_AUDIT_SECONDS)
+                return self._audit(state, value, compute) if self._audit_budget.covers(cost) else value
         if store.segment.live[Live.CLEAR_GENERATION] != state.clear_generation:
             self._state = None  # the store was emptied, and knows the function no longer
             return self._get(identity, compute, describe_again, watched=watched)
@@ -433,14 +433,6 @@ class Calls:
 
     # ---- audit ---------------------------------------------------------------------------------------
 
-    def _is_audit_due(self, state: _InUse) -> bool:
-        now = time.monotonic()
-        left = self._audit_left + _AUDITED_SHARE * (now - self._audited)
-        self._audited = now
-        cost = max(self._mean_seconds_here(state), _LEAST_AUDIT_SECONDS)
-        self._audit_left = min(left, max(_AUDIT_KEPT_SECONDS, cost))
-        return self._audit_left >= cost
-
     def _audit(self, state: _InUse, value: Any, compute: Callable[[], Any]) -> Any:
         """Compute a hit anew, and compare; returns what the caller gets."""
         if self._generators is None:
@@ -456,7 +448,7 @@ class Calls:
             return value  # what it raises now, it would not have raised then
         finally:
             self._generators.put(before)
-            self._audit_left -= time.monotonic() - begun
+            self._audit_budget.spend(time.monotonic() - begun)
         if differs is None:
             return value
         if state.store.keys.set_flag(state.number, WRONG):

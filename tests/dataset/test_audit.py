@@ -28,7 +28,7 @@ N = 40
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Audit every batch, at any cost."""
     monkeypatch.setattr(audit, "_SHARE", 1e9)
-    monkeypatch.setattr(audit, "_KEPT_SECONDS", 1e9)
+    monkeypatch.setattr("hotset.dataset.audit_budget._KEPT_SECONDS", 1e9)
 
 
 def unseen(end: int) -> int:
@@ -243,7 +243,7 @@ def test_monais_traces_of_another_process_are_not_a_difference() -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, in a list of one element, for an audit without a limit."""
     monkeypatch.setattr(audit, "_SHARE", 0.01)
-    monkeypatch.setattr(audit, "_KEPT_SECONDS", 0.5)
+    monkeypatch.setattr("hotset.dataset.audit_budget._KEPT_SECONDS", 0.5)
     now = [100.0]
     monkeypatch.setattr(audit.time, "monotonic", lambda: now[0])
     return now
