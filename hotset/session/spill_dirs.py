@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from hotset.errors import FolderError, SessionError
 from hotset.session.runtime_dir import open_private
+from hotset.store.mountinfo import mounts
 
 # Files there are shared with other machines, which this one's locks and liveness know nothing of.
 _REMOTE = {"nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "afs", "ceph", "lustre", "gpfs", "beegfs"}
@@ -138,12 +138,10 @@ def _file_system(folder: str) -> str:
     """The kind of the file system that a folder is on, or would be; empty if unknown."""
     place = os.path.realpath(folder)
     best, kind = -1, ""
-    with contextlib.suppress(OSError), open("/proc/self/mountinfo", errors="surrogateescape") as lines:
-        for line in lines:
-            before, _, after = line.partition(" - ")
-            point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), before.split(" ")[4])
-            if len(point) >= best and os.path.commonpath([point, place]) == point:
-                best, kind = len(point), after.split(" ")[0]
+    with contextlib.suppress(OSError), open("/proc/self/mountinfo", "rb") as file:
+        for mount in mounts(file.read()):
+            if len(mount.point) >= best and os.path.commonpath([mount.point, place]) == mount.point:
+                best, kind = len(mount.point), mount.kind
     return kind
 
 

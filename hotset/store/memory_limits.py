@@ -41,6 +41,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from hotset.store.mountinfo import mounts
+
 __all__ = ["Headroom", "Limits", "headroom", "keep_freed_memory", "tmpfs_free", "total"]
 
 _SMALLEST_MARGIN = 64 << 20
@@ -242,7 +244,7 @@ def _number(path: str) -> int | None:
 
 def _find_groups(membership: bytes, root: str) -> list[_Group]:
     """Return the groups that bound a process with this ``/proc/self/cgroup``, innermost first."""
-    mounts = _mounts(_read(f"{root}/proc/self/mountinfo"))
+    limiting = _mounts(_read(f"{root}/proc/self/mountinfo"))
     groups: list[_Group] = []
     for line in os.fsdecode(membership).splitlines():
         _, _, rest = line.partition(":")
@@ -257,7 +259,7 @@ def _find_groups(membership: bytes, root: str) -> list[_Group]:
         # A hierarchy may be mounted more than once; the mount that shows most ancestors is the best.
         walks = [
             _walk(root + point, below, names, version)
-            for kind, mount_root, point in mounts
+            for kind, mount_root, point in limiting
             if kind is version and (below := _below(root + point, _parts(mount_root), names)) is not None
         ]
         best = max(walks, key=len, default=[])
@@ -267,22 +269,12 @@ def _find_groups(membership: bytes, root: str) -> list[_Group]:
 
 def _mounts(mountinfo: bytes) -> list[tuple[_Version, str, str]]:
     """Return version, root within its hierarchy, and mount point of each mount that has memory limits."""
-    mounts = []
-    for line in os.fsdecode(mountinfo).splitlines():
-        before, _, after = line.partition(" - ")
-        place, system = before.split(" "), after.split(" ")
-        if len(place) < 5 or len(system) < 3:
-            continue
-        version = {"cgroup": _V1, "cgroup2": _V2}.get(system[0])
-        if version is None or (version is _V1 and "memory" not in system[2].split(",")):
-            continue
-        mounts.append((version, _unescape(place[3]), _unescape(place[4])))
-    return mounts
-
-
-def _unescape(field: str) -> str:
-    """Undo mountinfo's octal escapes of space, tab, newline and backslash."""
-    return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field)
+    versions = {"cgroup": _V1, "cgroup2": _V2}
+    return [
+        (versions[mount.kind], mount.root, mount.point)
+        for mount in mounts(mountinfo)
+        if mount.kind == "cgroup2" or (mount.kind == "cgroup" and "memory" in mount.options)
+    ]
 
 
 def _parts(path: str) -> list[str]:

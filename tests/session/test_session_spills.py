@@ -105,7 +105,8 @@ MOUNTS = """\
 
 @pytest.mark.parametrize("kind", ["nfs", "nfs4", "cifs", "9p", "lustre", "fuse.sshfs"])
 def test_a_network_file_system_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spills, "open", lambda *_, **__: io.StringIO(MOUNTS.format(kind=kind)), raising=False)
+    text = MOUNTS.format(kind=kind).encode()
+    monkeypatch.setattr(spills, "open", lambda *_, **__: io.BytesIO(text), raising=False)
     for far in ("/mnt/far", "/mnt/far/deeper", "/mnt/with space/x"):
         with pytest.raises(SessionError, match=f"network \\({kind}\\)") as refused:
             sessions.create("a", memory=1, spill=far)
@@ -116,8 +117,8 @@ def test_a_network_file_system_is_refused(kind: str, monkeypatch: pytest.MonkeyP
 
 
 def test_a_network_file_system_is_known_by_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = MOUNTS.format(kind="nfs4").replace("/mnt/far ", "/mnt/dätä ")
-    monkeypatch.setattr(spills, "open", lambda *_, **__: io.StringIO(text), raising=False)
+    text = MOUNTS.format(kind="nfs4").replace("/mnt/far ", "/mnt/dätä ").encode()
+    monkeypatch.setattr(spills, "open", lambda *_, **__: io.BytesIO(text), raising=False)
     assert spills._file_system("/mnt/dätä/x") == "nfs4"
 
 
