@@ -174,18 +174,21 @@ def _plan_by_reading(
     choice, source, probed = _decide(pipeline, options, limit - held)
     if not had_polars and has_threads("polars"):
         warned.append(polars_was_begun(name))
-    inferred = _infer_schema(source, probed)
-    stored = not isinstance(inferred, SchemaMismatch)
-    judged, believed = judge_source(dataset, source, probed, stored=stored)
+    # With a live part, samples are read one by one, otherwise in batches: see hotset.store.array_leaf.
+    schema, sample_bytes, refused = _infer_schema(probed.samples, keep_order=bool(source.live))
+    judged, believed = judge_source(dataset, source, probed, stored=schema is not None)
     if isinstance(dataset, StreamSource) and not believed:
         judged = []  # it keeps its first samples, so they are alike: the note of its own probe tells more
     notes = [*choice.notes, *judged, *_notes_on_checks(source)]
-    schema, sample_bytes, share = None, 0, 0.0
-    if isinstance(inferred, SchemaMismatch):
-        warned.append(f"nothing of {name} can be cached, so samples come from the source: {inferred}.")
-    else:
-        schema, sample_bytes, share, unlike = inferred
-        notes += unlike
+    share = 0.0
+    if schema is None:
+        warned.append(f"nothing of {name} can be cached, so samples come from the source: {refused[0]}.")
+    elif refused:
+        share = len(refused) / len(probed.samples)
+        notes.append(
+            f"{len(refused)} of the {len(probed.samples)} samples that were read cannot be cached, and come "
+            f"from the source for each use: {refused[0]}"
+        )
     sizes, limit, sentences = window_sizes(options, len(dataset), sample_bytes, limit)
     rows = choice.rows
     if len(rows) == 1:  # without transforms, nothing was measured yet
@@ -276,29 +279,6 @@ def _plan_of_stream(stream: StreamSource, result: PlanResult, *, alone: bool) ->
     return result._replace(plan=plan, metadata=metadata)
 
 
-def _infer_schema(source: Source, probed: Probe) -> tuple[Schema, int, float, list[str]] | SchemaMismatch:
-    """The schema of the samples that were read, the mean bytes of one, and which of them it does not take.
-
-    Returns:
-        (schema, bytes, share, notes): ``share`` of the samples that cannot be cached, and a note about them.
-        If none of them can be cached, the reason.
-    """
-    # With a live part, samples are read one by one, otherwise in batches: see hotset.store.array_leaf.
-    try:
-        schema = Schema.infer(probed.samples, keep_order=bool(source.live))
-    except SchemaMismatch as mismatch:
-        return mismatch
-    sample_bytes, refused = _measure(schema, probed.samples)
-    count = len(probed.samples)
-    notes = []
-    if refused:
-        notes.append(
-            f"{len(refused)} of the {count} samples that were read cannot be cached, and come from the "
-            f"source for each use: {refused[0]}"
-        )
-    return schema, sample_bytes, len(refused) / count if refused else 0.0, notes
-
-
 def found_plan(result: PlanResult, session: Session, left: int) -> PlanResult:
     """The plan of a cache that was found in a session, with the memory that is available there now.
 
@@ -380,12 +360,19 @@ def _spread(length: int) -> list[int]:
     return sorted({i * (length - 1) // max(_PROBED - 1, 1) for i in range(_PROBED)})
 
 
-def _measure(schema: Schema, samples: list[Any]) -> tuple[int, list[SchemaMismatch]]:
-    """The mean bytes of these samples' records, and a reason for each sample that cannot be cached."""
+def _infer_schema(samples: list[Any], *, keep_order: bool) -> tuple[Schema | None, int, list[SchemaMismatch]]:
+    """The schema of samples, the mean bytes of their records, and a reason for each that cannot be cached.
+
+    Without a schema none of them can be, for one reason.
+    """
+    try:
+        schema = Schema.infer(samples, keep_order=keep_order)
+    except SchemaMismatch as mismatch:
+        return None, 0, [mismatch]
     sizes, refused = [], []
     for sample in samples:
         try:
             sizes.append(schema.stride + LINE * forms.prepare(schema, sample).tail_lines)
         except SchemaMismatch as mismatch:
             refused.append(mismatch)
-    return sum(sizes) // max(len(sizes), 1), refused
+    return schema, sum(sizes) // max(len(sizes), 1), refused
