@@ -82,12 +82,12 @@ class Files:
         """
         deadline = time.perf_counter() + seconds
         notes: list[str] = []
-        columns = [_Column(sorted(self._single), deadline, mixed=True)]
-        columns += [_Column(texts, deadline) for texts in self._columns]
+        columns = [_Column(sorted(self._single), deadline, _look_on_disk, mixed=True)]
+        columns += [_Column(texts, deadline, _look_on_disk) for texts in self._columns]
         folders = [path for column in columns for path in column.folders if self._single.get(path, True)]
         known = [path for column in columns for path in _spread(column.files, _ROUNDS[-1])]
-        columns.append(_Column(_inside(folders, known, notes), deadline))
-        columns.append(_Remote(sorted(self._remote), deadline, self._version))
+        columns.append(_Column(_inside(folders, known, notes), deadline, _look_on_disk))
+        columns.append(_Column(sorted(self._remote), deadline, self._look_at_remote))
         # The candidates of a set come in another order in each process.
         digests = sorted(column.digest for column in columns)
         asked = sum(len(column.asked) for column in columns if column.files)
@@ -96,12 +96,14 @@ class Files:
             notes.append(f"the sizes and dates of {asked:,} of {total:,} files were compared")
         return hashlib.blake2b(b"".join(digests), digest_size=16).digest(), notes
 
-    def _version(self, name: str) -> bytes:
+    def _look_at_remote(self, name: str) -> bytes:
         try:
-            return self._remote[name]()
+            version = self._remote[name]()
         except Exception as error:  # of a library's or a server's
             self.unreachable.append(f"the version of {name} could not be asked for ({error})")
-            return os.urandom(16)
+            version = os.urandom(16)
+        parts = name.encode("utf-8", "surrogatepass"), version
+        return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
 
 
 class _Column:
@@ -110,16 +112,24 @@ class _Column:
     Args:
         candidates: the texts.
         deadline: when the last round should be over.
+        look: returns what changes when a file does; nothing (``b""``) for a folder, None for any other text.
         mixed: whether they are of several kinds; if not, a first round without files and folders is the last.
 
     Attributes:
         size: number of candidates.
         asked: the candidates that were looked at.
         files, folders: those of them that are files, and that are folders.
-        digest: of how many were looked at, and of the files' paths, sizes and dates.
+        digest: of how many were looked at, and of what ``look`` has returned for the files.
     """
 
-    def __init__(self, candidates: Sequence[str], deadline: float, mixed: bool = False) -> None:
+    def __init__(
+        self,
+        candidates: Sequence[str],
+        deadline: float,
+        look: Callable[[str], bytes | None],
+        *,
+        mixed: bool = False,
+    ) -> None:
         self.size = len(candidates)
         self.asked: Sequence[str] = ()
         pace = 0.0
@@ -129,46 +139,35 @@ class _Column:
             if self.asked and begun + 1.2 * pace * min(count, self.size) > deadline:
                 break
             self.asked = _spread(candidates, count)
-            self._ask()
+            self._ask(look)
             pace = (time.perf_counter() - begun) / max(1, len(self.asked))
             if len(self.asked) == self.size or not (mixed or self.files or self.folders):
                 break
 
-    def _ask(self) -> None:
+    def _ask(self, look: Callable[[str], bytes | None]) -> None:
         digest = hashlib.blake2b(len(self.asked).to_bytes(8, "little"), digest_size=16)
         self.files: list[str] = []
         self.folders: list[str] = []
-        for path in self.asked:
-            try:
-                found = os.stat(path)
-            except (OSError, ValueError):  # it does not exist, or the string is not a path
-                continue
-            name = path.encode("utf-8", "surrogatepass")
-            if stat.S_ISREG(found.st_mode):
-                self.files.append(path)
-                numbers = (len(name), found.st_size, found.st_mtime_ns)
-                digest.update(b"".join(number.to_bytes(16, "little", signed=True) for number in numbers))
-                digest.update(name)
-            elif stat.S_ISDIR(found.st_mode):
-                self.folders.append(path)
+        for text in self.asked:
+            found = look(text)
+            if found:
+                self.files.append(text)
+                digest.update(found)
+            elif found is not None:
+                self.folders.append(text)
         self.digest = digest.digest()
 
 
-class _Remote(_Column):
-    """Files that are not on this machine, each with a function that asks for its version."""
-
-    def __init__(self, names: Sequence[str], deadline: float, version: Callable[[str], bytes]) -> None:
-        self._version = version
-        self.files = list(names)
-        super().__init__(names, deadline)
-
-    def _ask(self) -> None:
-        self.folders = []
-        digest = hashlib.blake2b(len(self.asked).to_bytes(8, "little"), digest_size=16)
-        for name in self.asked:
-            for part in (name.encode("utf-8", "surrogatepass"), self._version(name)):
-                digest.update(len(part).to_bytes(8, "little") + part)
-        self.digest = digest.digest()
+def _look_on_disk(path: str) -> bytes | None:
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):  # it does not exist, or the string is not a path
+        return None
+    if stat.S_ISREG(found.st_mode):
+        name = path.encode("utf-8", "surrogatepass")
+        numbers = len(name) + (found.st_size << 128) + (found.st_mtime_ns << 256)  # 16 bytes each
+        return numbers.to_bytes(48, "little", signed=True) + name
+    return b"" if stat.S_ISDIR(found.st_mode) else None
 
 
 def _spread(items: Sequence[str], count: int) -> Sequence[str]:
