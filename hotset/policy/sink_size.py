@@ -30,10 +30,9 @@ class SizeSearch:
         8
     """
 
-    def __init__(self, most: int = _MOST) -> None:
+    def __init__(self) -> None:
         self.size = 1
-        self.done = most <= 1
-        self._most = most
+        self.done = False
         self._rates: dict[int, float] = {}
         self._calls = 0
 
@@ -47,10 +46,10 @@ class SizeSearch:
             return
         self._calls = 0
         best = self._smallest_good()
-        if self.size >= self._most or self.size >= best << _PATIENCE:
+        if self.size >= _MOST or self.size >= best << _PATIENCE:
             self.size, self.done = best, True
         else:
-            self.size = min(self.size * 2, self._most)
+            self.size *= 2
 
     def _smallest_good(self) -> int:
         """The smallest size of which no larger one is clearly faster."""
