@@ -35,6 +35,7 @@ import torch
 
 from hotset._warnings import printable, warn
 from hotset.dataset.audit_budget import AuditBudget
+from hotset.dataset.function_description import FunctionDescription
 from hotset.dataset.memo_store import MemoStats, MemoStore, open_store, stats_of
 from hotset.determinism.argument_key import (
     ArgumentKey,
@@ -43,10 +44,8 @@ from hotset.determinism.argument_key import (
     describe_arguments,
     file_version,
 )
-from hotset.determinism.bindings import Bindings
 from hotset.determinism.draw_watch import DrawWatch
 from hotset.determinism.equality import same
-from hotset.determinism.fingerprint import fingerprint
 from hotset.determinism.rng import Generators
 from hotset.errors import ArgumentError
 from hotset.store.body_writer import Unfilled
@@ -59,7 +58,6 @@ from hotset.store.locks import Pauses
 __all__ = ["Calls", "name_of"]
 
 _PATIENCE_SECONDS, _NESTED_SECONDS = 30.0, 1.0
-_MOST_CHANGES = 20
 _AT_FIRST = True, False, torch.float32, False, False  # torch's modes: see _torch_modes
 _TRIES = 3  # to claim what nobody has claimed
 _AUDITED_SHARE = 0.005
@@ -74,13 +72,11 @@ class _InUse:
     __slots__ = (
         "clear_generation",
         "counters",
-        "described",
         "number",
         "process",
         "reads",
         "share",
         "store",
-        "unsure",
     )
 
     def __init__(self, share: MemoStore, store: KeyedStore, number: int, counters: memoryview) -> None:
@@ -88,8 +84,6 @@ class _InUse:
         self.clear_generation = int(store.segment.live[Live.CLEAR_GENERATION])
         self.reads = store.participant.row.data
         self.process = os.getpid()
-        self.described = time.monotonic()  # when the function was described last
-        self.unsure: list[int] = []  # what was stored since
         self.mark()
 
     def mark(self) -> None:
@@ -121,12 +115,9 @@ class Calls:
     __slots__ = (
         "__weakref__",
         "_audit_budget",
-        "_bindings",
-        "_changes",
         "_closed",
         "_depth",
-        "_describing",
-        "_digest",
+        "_description",
         "_function",
         "_generators",
         "_is_off",
@@ -148,12 +139,9 @@ class Calls:
         self._share: MemoStore | None = None
         self._closed = False
         self._parameters = Parameters(function)
-        self._digest = b""
-        self._bindings: Bindings | None = None
-        self._changes = 0  # how often names were bound anew
-        self._describing = 0.0  # seconds that describing the function took
         self._is_off = False  # whether all calls compute: there is no place, or what it reaches does not stay
         self.name = name_of(function)
+        self._description = FunctionDescription(function, self.name, options["key"], self._view)
         self._watches: list[DrawWatch] = []
         self._depth = threading.local()
         self._audit_budget = AuditBudget(_AUDITED_SHARE)
@@ -244,14 +232,15 @@ class Calls:
         state = self._state or self._attached()
         if state is None:
             return compute()
-        if self._bindings is not None and self._bindings.changed():
+        bindings = self._description.bindings
+        if bindings is not None and bindings.changed():
             state = self._described_anew()
             if state is None:
                 return compute()
         store, version = state.store, identity.version
         # A record whose memory callers may look at is never written again, so its version is in its key.
         name = identity.key + b"%d" % version if self._view else identity.key
-        key = hashlib.blake2b(name, digest_size=16, key=self._digest).digest()
+        key = hashlib.blake2b(name, digest_size=16, key=self._description.digest).digest()
         state.counters[Counter.CALLS] += 1
         sample = store.keys.find(key)
         if sample >= 0:
@@ -374,7 +363,11 @@ class Calls:
 
     def _kept(self, state: _InUse, sample: int, version: int, value: Any) -> bool:
         """Store a claimed value; whether that was done."""
-        if not self._is_as_described(state, sample):
+        wrong = self._description.wrong_results(sample)
+        if wrong:
+            for each in wrong:
+                state.store.forget_one(each)
+            self._given_up()
             return False
         try:
             if state.store.put(sample, version, state.number, value):
@@ -471,10 +464,8 @@ class Calls:
         share, store = self._share, self._share.store()
         if store is None:
             return None
-        if not self._digest:
-            self._digest = self._fingerprint()
         flags = (EVICTABLE if self._options["evict"] else 0) | (VIEWED if self._view else 0)
-        number = store.keys.enter(self.name, self._digest, flags)
+        number = store.keys.enter(self.name, self._description.begin(), flags)
         counters = store.keys.counters(number) if number >= 0 else None
         if counters is None:
             self._is_off = True
@@ -489,13 +480,12 @@ class Calls:
 
     def _described_anew(self) -> _InUse | None:
         """Attach as the function that this one has become: what it reaches is another than it was."""
-        self._changes += 1
-        if self._changes > _MOST_CHANGES:  # a global that counts the calls, for example
+        if not self._description.drop():
             self._given_up()
             return None
         if self._state is not None:
             _unused(os.getpid(), self._state.counters)
-        self._state, self._digest = None, b""
+        self._state = None
         return self._attached()
 
     def _given_up(self) -> None:
@@ -506,49 +496,6 @@ class Calls:
             "kept any more. Pass that object as an argument; or, if results do not depend on it (a log, a "
             "counter), name what the function computes by key=."
         )
-
-    def _is_as_described(self, state: _InUse, sample: int) -> bool:
-        """Whether the function still is what it was described as, as far as there is time to find out.
-
-        Objects that it reaches may have been changed in place. To describe it again takes a twentieth of the
-        time at most; if it is another function by now, what was stored since the last time is forgotten, and
-        nothing is kept any more.
-        """
-        if self._bindings is None or not self._bindings.mutable:
-            return True
-        state.unsure.append(sample)
-        if time.monotonic() - state.described < 20 * self._describing:
-            return True
-        before = self._digest
-        self._digest = self._fingerprint()
-        state.described = time.monotonic()
-        as_before = self._digest == before
-        if not as_before:
-            for each in state.unsure:
-                state.store.forget_one(each)
-            self._given_up()
-        state.unsure.clear()
-        return as_before
-
-    def _fingerprint(self) -> bytes:
-        key = self._options["key"]
-        if key is not None:
-            text = f"key {key}"
-        else:
-            begun = time.monotonic()
-            self._bindings = Bindings(self._function)
-            found = fingerprint(self._function)
-            self._describing = time.monotonic() - begun
-            if found.unknowns and "unknown" not in self._told:
-                self._told.add("unknown")
-                warn(
-                    f"results of {self.name} are shared with forked processes alone: {found.unknowns[0]}. "
-                    "Give it a key= that names what it computes."
-                )
-            if found.unknowns:
-                self._bindings.mutable = False  # described twice, it has two fingerprints
-            text = found.digest
-        return hashlib.blake2b(f"{self._view} {text}".encode(), digest_size=16).digest()
 
     def _tell(self, state: _InUse, about: str, sentence: str) -> None:
         """Warn once about each thing, in all processes."""
