@@ -37,7 +37,7 @@ from hotset.dataset.spill_folder import checked_folder, spill_to
 from hotset.dataset.stream_source import StreamSource, is_stream
 from hotset.dataset.window import Window
 from hotset.determinism.declare import declaration_of, declared
-from hotset.determinism.outside import has
+from hotset.determinism.safe_access import has
 from hotset.errors import SegmentError, UnsupportedPlatform
 from hotset.session.find_or_create import (
     CacheLocation,

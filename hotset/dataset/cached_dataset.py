@@ -63,7 +63,7 @@ from hotset.dataset.stats import Stats, stats_of
 from hotset.dataset.stream_source import StreamSource
 from hotset.dataset.transform_attributes import CopiedAttributes, names_transforms
 from hotset.determinism.declare import declaration_of, declared
-from hotset.determinism.outside import has
+from hotset.determinism.safe_access import has
 from hotset.errors import ArgumentError, SegmentError
 from hotset.store.claims import Ids
 from hotset.store.format import DESTROYED, Live

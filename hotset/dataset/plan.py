@@ -24,7 +24,7 @@ from hotset.dataset.cut_search import Row
 from hotset.dataset.pipeline import Cuts
 from hotset.dataset.window import Sizes
 from hotset.determinism.object_graph import attributes
-from hotset.determinism.outside import elements
+from hotset.determinism.safe_access import elements
 from hotset.session.job import this_job
 from hotset.session.session_definition import Session
 from hotset.units import format_bytes, format_seconds

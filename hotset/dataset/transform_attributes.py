@@ -35,7 +35,7 @@ from hotset.dataset.format_transform import format_of
 from hotset.determinism.fingerprint import fingerprint
 from hotset.determinism.libraries import torch_nn
 from hotset.determinism.object_graph import solid_base
-from hotset.determinism.outside import attributes_of, dict_of, length, set_attribute, values_of
+from hotset.determinism.safe_access import attributes_of, dict_of, length, set_attribute, values_of
 from hotset.determinism.verdict import library_of
 
 __all__ = [

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hotset.determinism.code_dependencies import is_users, loaded_globals
-from hotset.determinism.outside import has, is_a
+from hotset.determinism.safe_access import has, is_a
 
 __all__ = ["Bindings"]
 

@@ -29,7 +29,7 @@ import numpy as np
 from hotset.determinism.data_files import Files
 from hotset.determinism.declare import DeclaredCallable
 from hotset.determinism.object_graph import attributes, solid_base
-from hotset.determinism.outside import hides_attributes, is_opaque
+from hotset.determinism.safe_access import hides_attributes, is_opaque
 
 __all__ = ["Describer", "Handler"]
 

@@ -37,8 +37,8 @@ from typing import Any
 from hotset.determinism import entropy
 from hotset.determinism.equality import same
 from hotset.determinism.near_attributes import Changed, NearAttributes, put_back
-from hotset.determinism.outside import attributes_of
 from hotset.determinism.rng import KINDS, Generators
+from hotset.determinism.safe_access import attributes_of
 
 __all__ = ["DrawWatch"]
 

@@ -45,7 +45,7 @@ import numpy.typing as npt
 import torch
 
 from hotset.determinism.object_graph import attributes, solid_base
-from hotset.determinism.outside import is_a, shown
+from hotset.determinism.safe_access import is_a, shown
 from hotset.store.codecs import given_codec
 
 __all__ = ["array_bytes", "content_digests", "integers_of", "same"]

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hotset.determinism.object_graph import attributes, within_reach
-from hotset.determinism.outside import attributes_of, dict_of, set_attribute, slots_of
+from hotset.determinism.safe_access import attributes_of, dict_of, set_attribute, slots_of
 
 __all__ = ["Changed", "NearAttributes", "put_back"]
 

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from hotset.determinism.code_dependencies import imports, installed, is_users, loaded_globals, names_in
-from hotset.determinism.outside import is_opaque, shown, slots_of, values_of
+from hotset.determinism.safe_access import is_opaque, shown, slots_of, values_of
 
 __all__ = ["attributes", "held_objects", "loaded_by", "reached_by_code", "solid_base", "within_reach"]
 

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 
 from hotset.determinism.code_dependencies import is_users, names_in
 from hotset.determinism.object_graph import held_objects, loaded_by
-from hotset.determinism.outside import attributes_of, is_a, is_opaque, length, values_of
+from hotset.determinism.safe_access import attributes_of, is_a, is_opaque, length, values_of
 
 __all__ = ["names_read"]
 

@@ -29,9 +29,9 @@ from hotset.determinism.chain import applied
 from hotset.determinism.code_dependencies import loaded_globals
 from hotset.determinism.equality import content_digests
 from hotset.determinism.object_graph import attributes, held_objects, reached_by_code
-from hotset.determinism.outside import attributes_of
 from hotset.determinism.probe import probe
 from hotset.determinism.rng import Generators
+from hotset.determinism.safe_access import attributes_of
 from hotset.determinism.timing import Timed
 
 __all__ = ["Trial", "alters_input", "attempt", "output_and_seconds"]

@@ -1,4 +1,4 @@
-"""Objects looked at from outside: what an object is, and what it holds, even if its own code raises.
+"""Safe access to a stranger's object: what it is, and what it holds, even if its own code raises.
 
 A dataset may hold any object. An unbound context proxy (werkzeug's ``LocalProxy``) raises whatever it is
 asked, even for its ``__class__``; what a weak proxy stands for may be gone; a dict's subclass may compute its
