@@ -3,11 +3,11 @@
 A cut moves the rest of a chain behind the reading of the sample. What the dataset does around its chain then
 comes too early: it sets a seed and puts the generator back (``torch.random.fork_rng``), so that each sample
 has its own fixed crop; it puts a generator back between two chains, so that a picture and its mask get the
-same crop; it looks at what the chain returned, and calls it again. No generator shows that, and the results
-are in the sample unchanged. But a sample that is read both ways from the same states of all generators
-differs then, or leaves other states.
+same crop. No generator shows that, and the results are in the sample unchanged. But a sample that is read
+both ways from the same states of all generators differs then, or leaves other states.
 
-A sample that cannot be read whole, or differs in two whole readings from the same states, tells nothing.
+A sample that cannot be read whole, or differs in two whole readings from the same states, tells nothing. What
+the dataset does rarely, after a look at the result, shows in its code: :mod:`hotset.dataset.call_sites`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 Each of a dataset's own chains is judged by :func:`hotset.split` on the values that it is really called with:
 samples are read with recorders in place of the chains. A chain stays whole, and is cached if all of it may
-be, where the dataset calls it with keywords, processes its results further, or accepts no recorder in its
-place. A chain given as ``transform=`` is judged on whole samples, if nothing before it is live.
+be, where the dataset calls it with keywords, processes its results further, accepts no recorder in its place,
+or may call it again or go on without it (:mod:`hotset.dataset.call_sites`). A chain given as ``transform=``
+is judged on whole samples, if nothing before it is live.
 
 The cut is the last one that is allowed, unless an earlier one is clearly cheaper with the memory there is
 (:mod:`hotset.policy.cut_point`), or the user gave ``cut=``.
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 
 from hotset._warnings import printable
+from hotset.dataset.call_sites import reaction
 from hotset.dataset.cut_check import differs_when_cut
 from hotset.dataset.pipeline import UNUSED, Chain, Cuts, Pipeline, SamplePath
 from hotset.dataset.recorder import RecordedSamples, Recorder, find_paths, passes_shared_objects, recorded
@@ -235,7 +237,7 @@ class _CutSearch:
         if self._is_called_for_each(number):
             first = recorders[0].inputs
             findings = _ChainFindings(chain, self._split(chain, values), values, calls=len(first))
-            return self._measured(findings, first)
+            return self._whole_if_used(self._measured(findings, first), number)
         if irregular:
             why = f"{self._class_name} calls its {name} with keywords"
             calls = [each for recorder in recorders for each in recorder.keyword_calls]
@@ -250,7 +252,24 @@ class _CutSearch:
                 f"{self._class_name} processes the results of its {name} further, or gives it several values"
             )
             return self._keep_whole(findings, number, why, leaves(chain), values)
-        return self._measured(findings, values[:1])
+        return self._whole_if_used(self._measured(findings, values[:1]), number)
+
+    def _whole_if_used(self, findings: _ChainFindings, number: int) -> _ChainFindings:
+        """Keep a chain whole that the dataset's code may call again, or go on without, if only rarely.
+
+        Raises:
+            NotCacheable: see :meth:`_keep_whole`.
+        """
+        name, chain = self._pipeline.attributes[number]
+        sites = dict.fromkeys(site for each in self._reads.recorders for site in each[number].callers)
+        found = next(filter(None, (reaction(site, name) for site in sites)), None)
+        if found is None:
+            return findings
+        if findings.cacheable == len(leaves(chain)):
+            return findings._replace(whole=True)
+        return self._keep_whole(
+            findings, number, f"{self._class_name} {found}", leaves(chain), findings.values
+        )
 
     def _measured(self, findings: _ChainFindings, first: Sequence[Any]) -> _ChainFindings:
         """Findings on a chain that can be cut, with what the first sample shows.
@@ -491,7 +510,7 @@ class _CutSearch:
                 # Live parts run in the order of `attributes`. In another order they would draw other numbers.
                 late = any(recorders[n].first_called < recorders[m].last_called for m in cut if m < n)
                 as_many = found is not None and self._gives_as_many(n, counts[n], recorders[n], len(found))
-                if found is None or late or not as_many:
+                if found is None or late or not as_many or self._own[n].whole:
                     name = self._pipeline.attributes[n].name
                     why = f"{self._class_name} processes the results of its {name} further"
                     steps = leaves(self._own[n].chain)

@@ -1,8 +1,8 @@
 """Recorders: what a dataset does with its own chains of transforms, seen by reading a few samples.
 
 A :class:`Recorder` takes the place of a chain in a copy of the dataset while a sample is read. It shows how
-often the chain is called, and with what, and where in the sample its results are: these are the very objects
-that the recorder returned. A dataset that copies or processes them has them nowhere.
+often the chain is called, with what, from where, and where in the sample its results are: these are the very
+objects that the recorder returned. A dataset that copies or processes them has them nowhere.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from hotset.dataset.call_sites import CallSite, call_sites
 from hotset.dataset.pipeline import Chain, Pipeline, SamplePath, Transform
 from hotset.dataset.source_reader import seconds_in_groups
 from hotset.dataset.transform_attributes import TRANSFORM_NAMES, with_transforms
@@ -37,6 +38,7 @@ class Recorder(Chain):
         inputs: for each call the value, or :class:`Values`.
         keyword_calls: the arguments of each call with keywords, as albumentations' chains are called.
         first_called, last_called: when it was called, to tell which of two chains comes first.
+        callers: for each call, where it came from.
         outputs: for each call what was returned.
         digests: for each output its digests at that time.
         seconds: the sum over all calls.
@@ -46,6 +48,7 @@ class Recorder(Chain):
         super().__init__(parts, copies=True)
         self.inputs: list[Any] = []
         self.keyword_calls: list[dict[str, Any]] = []
+        self.callers: list[tuple[CallSite, ...]] = []
         self.outputs: list[Any] = []
         self.digests: list[dict[str, bytes]] = []
         self.first_called = self.last_called = 0
@@ -71,6 +74,7 @@ class Recorder(Chain):
         self.last_called = time.perf_counter_ns()
         self.first_called = self.first_called or self.last_called
         self.inputs.append(values[0] if len(values) == 1 else Values(values))
+        self.callers.append(call_sites(recorded.__code__))
         output = super().__call__(*values)
         self.outputs.append(output)
         self.digests.append(content_digests(output))
