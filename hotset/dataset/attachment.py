@@ -50,30 +50,28 @@ class Attachment:
         store: the store; None if nothing can be cached.
         handle: this process's entry among those that keep the store alive; None without a store.
         name: the dataset's name, for warnings.
-
-    Attributes:
-        watch: watches the reads for the store; None for no watch.
     """
 
     def __init__(self, store: Store | None, handle: CacheHandle | None, name: str) -> None:
-        self._store: Store | Address | str | None = store
-        self.watch: DrawWatch | None = None
+        self._store = store
+        self._address: Address | str | None = None  # of a store that is not attached to yet
+        self._watch: DrawWatch | None = None
         self._handle = handle
         self._name = name
-        self._joined = os.getpid()
+        self._process = os.getpid()  # in which the store can be used as it is
         self._set_allowance(store)
 
     def store(self) -> Store | None:
         """The store, attached to if needed; None if none can be reached, or after :meth:`close`."""
-        store = self._store
-        if isinstance(store, (Address, str)):
-            store = self._attached()
-        if store is not None:
-            if self._joined != os.getpid():
-                self._join(store)
-            if self.watch is not None:
-                store.filler.watch = self.watch
-        return store
+        if self._process != os.getpid():
+            self._join()
+        return self._store
+
+    def watch(self, watch: DrawWatch) -> None:
+        """Watch the reads for the store."""
+        self._watch = watch
+        if self._store is not None:
+            self._store.filler.watch = watch
 
     def attach(self) -> Store | None:
         """Attach before the first use, without listing this process as one that keeps the cache alive.
@@ -81,26 +79,27 @@ class Attachment:
         Raises:
             SegmentError, OSError: no process within reach has it.
         """
-        if isinstance(self._store, (Address, str)):
-            self._store = attach_again(self._store, attach_store)
-            self._set_allowance(self._store)
+        if self._address is not None:
+            store = attach_again(self._address, attach_store)
+            self._set_allowance(store)
+            if self._watch is not None:
+                store.filler.watch = self._watch
+            self._store, self._address = store, None
         return self._store
 
-    def _attached(self) -> Store | None:
+    def _join(self) -> None:
+        """Attach, and list this process as one that keeps the cache alive."""
         try:
-            return self.attach()
+            store = self.attach()
         except (SegmentError, OSError) as error:
-            self._store = None
+            store = self._address = None
             warn(
                 f"the cache of {self._name} cannot be attached to, so samples come from the source: {error} "
                 "Unpickle it on the same machine, while a process that has it lives."
             )
-            return None
-
-    def _join(self, store: Store) -> None:
-        """List this process as one that keeps the cache alive. A loader's worker ends before its parent."""
-        self._joined = os.getpid()
-        if self._handle is not None and get_worker_info() is None:
+        self._process = os.getpid()
+        # A loader's worker ends before its parent, which is listed.
+        if store is not None and self._handle is not None and get_worker_info() is None:
             self._handle.join(store.segment.fd)
 
     def _set_allowance(self, store: Store | None) -> None:
@@ -113,16 +112,16 @@ class Attachment:
 
     def close(self) -> None:
         """Detach."""
-        store, self._store = self._store, None
-        if isinstance(store, Store):
+        store, self._store, self._address = self._store, None, None
+        if store is not None:
             store.close()
         if self._handle is not None:
             self._handle.close()
             self._handle = None
 
     def __getstate__(self) -> dict[str, Any]:
-        where = self._store.address if isinstance(self._store, Store) else self._store
-        return {**self.__dict__, "_store": where, "_joined": 0}
+        where = self._store.address if self._store is not None else self._address
+        return {**self.__dict__, "_store": None, "_address": where, "_process": 0}
 
 
 def map_ahead(segment: Segment) -> threading.Thread | None:
