@@ -36,7 +36,7 @@ def differs_when_cut(pipeline: Pipeline, cuts: Cuts, indices: Sequence[int]) -> 
     own = tuple(step for step in cut.live if isinstance(step, ApplyAt))
     if not own:
         return False
-    cut = replace(cut, prefix=(), live=own)
+    cut = replace(cut, prefix=(), live=own, calls={})
     found = zip(pipeline.attributes, cuts.paths, cuts.in_place, strict=True)
     chains = {  # what works in place must not change what the dataset holds
         attribute.name: Chain(cut_chain(attribute.chain, len(leaves(attribute.chain)))[0], copies=True)

@@ -12,6 +12,10 @@ part, and a sample is read to find the paths at which the results are in it: the
 on these parts of the cached sample. If a result is found nowhere, or more than once, because the dataset
 processes it further, the chain cannot be cut there: it stays whole, and is cached as a whole or not at all.
 
+For a rare sample, the dataset may call a chain another number of times than for those that were tried: a
+class has no augmentation, a picture has a box more. It has other paths. So calls are counted, and such a
+sample is read whole each time, with all of its chains.
+
 A step of ``transform=`` may take several samples at once (:mod:`hotset.determinism.batched`): samples that
 are read together pass it together.
 
@@ -22,9 +26,11 @@ that was seen to work in place gets copies. So the dataset does not change, howe
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hotset._warnings import Warner
@@ -36,6 +42,8 @@ from hotset.determinism.batch_transform import BatchTransform
 from hotset.determinism.batched import Batched
 from hotset.determinism.chain import Values, applied, cut, leaves
 from hotset.errors import ArgumentError, NotCacheable
+from hotset.store.codecs import register_codec
+from hotset.store.leaf import SchemaMismatch
 
 __all__ = [
     "UNUSED",
@@ -122,6 +130,7 @@ class Pipeline:
     def cut(self, cuts: Cuts) -> Source:
         """Cut each chain as ``cuts`` says."""
         prefixes: dict[str, Chain] = {}
+        calls: dict[str, int] = {}
         cached: list[Any] = []
         live: list[Transform] = []
         found = zip(self.attributes, cuts.own, cuts.paths, cuts.in_place, strict=True)
@@ -132,14 +141,17 @@ class Pipeline:
             before, after = cut(attribute.chain, count)
             cached += before
             if after or in_place:
-                prefixes[attribute.name] = Chain(before, copies=in_place)
+                prefixes[attribute.name] = Chain(before, in_place, attribute.name if after else None)
+            if after:
+                calls[attribute.name] = len(paths) if cuts.calls_it_for_each(number) else 1
             if after and cuts.calls_it_for_each(number):
                 live += [ApplyAt((path,), after) for path in paths]
             elif after:
                 live.append(ApplyAt(paths, after))
         before, after = cut(self.given, cuts.given)
         dataset = with_transforms(self.dataset, prefixes)
-        return Source(dataset, tuple(cached), tuple(_with_batched_alone(before)), (*live, *after))
+        prefix = tuple(_with_batched_alone(before))
+        return Source(dataset, tuple(cached), prefix, (*live, *after), self.dataset, calls)
 
 
 @dataclass(frozen=True)
@@ -192,12 +204,18 @@ class Source:
         inner: the transforms that the dataset itself still applies.
         prefix: the transforms of whole samples that are cached; a :class:`Batched` is in no container.
         live: the transforms that are applied to each use of a sample.
+        whole: the dataset with its own chains whole.
+        calls: how often the dataset calls each of its chains that are cut, by name, for each sample.
+        otherwise: the indices of samples for which it has called one another number of times.
     """
 
     dataset: Any
     inner: tuple[Transform, ...]
     prefix: tuple[Transform, ...]
     live: tuple[Transform, ...]
+    whole: Any = None
+    calls: Mapping[str, int] = field(default_factory=dict)
+    otherwise: set[int] = field(default_factory=set)
 
     @property
     def random_parts(self) -> list[Any]:
@@ -223,7 +241,15 @@ class Source:
             SampleStopped: the dataset or a transform raised StopIteration.
         """
         try:
-            return self._transformed(owned(self.dataset[index], _warn_of_uncopied))
+            if not self.calls:
+                return self._transformed(owned(self.dataset[index], _warn_of_uncopied))
+            if index not in self.otherwise:
+                with _counted() as calls:
+                    sample = self.dataset[index]
+                if calls == self.calls:
+                    return self._transformed(owned(sample, _warn_of_uncopied))
+                self.otherwise.add(index)
+            return WholeSample(self.whole[index])
         except StopIteration as stop:
             raise SampleStopped(*stop.args) from stop
 
@@ -247,7 +273,8 @@ class Source:
             yield from map(self.read, indices)
             return
         try:
-            found = list(several(list(indices)))
+            with _counted() as calls:
+                found = list(several(list(indices)))
         except Exception as error:
             if len(indices) == 1 and isinstance(error, StopIteration):
                 raise SampleStopped(*error.args) from error
@@ -262,6 +289,10 @@ class Source:
                 f"{kind}.__getitems__ must return one sample for each index, got {len(found)} samples for "
                 f"{len(indices)} indices."
             )
+        if any(calls.get(name, 0) != len(indices) * count for name, count in self.calls.items()):
+            found.clear()
+            yield from map(self.read, indices)
+            return
         found.reverse()  # taken from the end, so that no list refers to a sample any more
         while found:
             yield self._transformed(owned(found.pop(), _warn_of_uncopied))
@@ -283,7 +314,10 @@ class Source:
 
     def finish(self, sample: Any) -> Any:
         """Apply the live transforms to a sample that the caller owns."""
-        for step in self.live:
+        steps = self.live
+        if type(sample) is WholeSample:
+            sample, steps = sample.value, tuple(step for step in steps if not isinstance(step, ApplyAt))
+        for step in steps:
             sample = applied(step, sample)
         return sample
 
@@ -298,6 +332,40 @@ class Source:
 
 
 _warn_once = Warner()
+
+
+class WholeSample:
+    """A sample to which the dataset has applied all of its own chains, those that are cut too."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _refuse(sample: WholeSample) -> Any:
+    raise SchemaMismatch("the dataset calls its transform another number of times than for other samples")
+
+
+register_codec(WholeSample, _refuse, WholeSample)  # never stored: its live transforms are in it
+
+
+class _Calls(threading.local):
+    """How often the chains of datasets that are being read were called in this thread, by name."""
+
+    made: dict[str, int] | None = None
+
+
+_calls = _Calls()
+
+
+@contextlib.contextmanager
+def _counted() -> Iterator[dict[str, int]]:
+    """Count calls of chains that have a name; a dataset that is read within another has its own count."""
+    outer, made = _calls.made, dict[str, int]()
+    _calls.made = made
+    try:
+        yield made
+    finally:
+        _calls.made = outer
 
 
 def transformed(samples: Iterator[Any], steps: Sequence[Transform]) -> Iterator[Any]:
@@ -378,13 +446,17 @@ class Chain:
         parts: the transforms.
         copies: apply them to copies. (``__getitem__`` holds a reference to the chain's input while it runs,
             so reference counts cannot tell whether the dataset holds one, too.)
+        name: under which its calls are counted; None: they are not.
     """
 
-    def __init__(self, parts: Sequence[Transform], copies: bool = False) -> None:
+    def __init__(self, parts: Sequence[Transform], copies: bool = False, name: str | None = None) -> None:
         self.parts = tuple(parts)
         self._copies = copies
+        self._name = name
 
     def __call__(self, *values: Any) -> Any:
+        if self._name is not None and _calls.made is not None:
+            _calls.made[self._name] = _calls.made.get(self._name, 0) + 1
         if self._copies:
             values = copied(values, _warn_of_uncopied)
         value = values[0] if len(values) == 1 else Values(values)

@@ -16,16 +16,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import equal_batches, failure, is_a_sentence, rarely, rng_states, seed_everything
+from helpers import equal_batches, failure, is_a_sentence, rarely, recorded, rng_states, seed_everything
 from hypothesis import given
 from hypothesis import strategies as st
 from live import Compose as LiveCompose
 from live import LoggedCalls, draw_all, halve, image_jitter, image_to_float
 from samples import image_and_label
 from sources import FolderLike, ReadLog, Samples, Transformed
-from torch.utils.data import ConcatDataset, Dataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 import hotset
+from hotset.determinism.equality import same
 from hotset.policy.cut_point import cheapest_cut, cost_of_cut
 
 N = 12
@@ -760,6 +761,49 @@ def test_the_parts_of_a_concat_dataset_with_other_chains_are_to_be_cached_alone(
         hotset.cache(ConcatDataset(parts), memory="1MiB")
     cached = [hotset.cache(part, memory="1MiB") for part in parts]
     equal_batches(epochs(ConcatDataset(cached)), epochs(ConcatDataset(parts)))
+
+
+class LeavesSomeOut(Around):
+    """Does not call its chain for a few samples."""
+
+    def __len__(self) -> int:
+        return 20 * N
+
+    def __getitem__(self, index: int) -> Any:
+        whole = torch.full((2,), index)
+        return whole if index % N == 5 else self.transform(whole)
+
+
+class HaveOneMore(LeavesSomeOut):
+    """Calls its chain for each of two parts, and of a few samples, for each of three."""
+
+    def __getitem__(self, index: int) -> Any:
+        return [self.transform(torch.full((2,), index)) for _ in range(3 if index % N == 5 else 2)]
+
+
+class LeavesSomeOutOfMany(LeavesSomeOut):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize("kind", [LeavesSomeOut, HaveOneMore, LeavesSomeOutOfMany])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rare_samples_for_which_a_chain_is_called_another_number_of_times_are_right(
+    kind: type[LeavesSomeOut], workers: int
+) -> None:
+    def read(dataset: Any, loader: Any) -> list[Any]:
+        torch.manual_seed(5)
+        batches = loader(dataset, batch_size=3, num_workers=workers, shuffle=True, collate_fn=list)
+        return [list(batches) for _ in range(3)]
+
+    with recorded() as told, hotset.cache(kind(), memory="1MiB") as cached:
+        assert cached.plan.live
+        assert same(read(cached, hotset.DataLoader), read(kind(), DataLoader)) is None
+        assert cached.stats().cached == 19 * N + N - 20
+    sentences = [str(each.message) for each in told]
+    if not workers:  # each of which has met too few of them to speak of it
+        assert any("another number of times" in each or " draw " in each for each in sentences)
+    assert all(map(is_a_sentence, sentences))
 
 
 class Halves:
