@@ -378,8 +378,9 @@ class Calls:
             self._tell(
                 state,
                 "kind",
-                f"{self.name} returns what cannot be kept ({printable(str(mismatch))}), so it is computed "
-                "at each call; return arrays, tensors, images, numbers, texts, and containers of them.",
+                f"{self.name} returned what cannot be kept ({printable(str(mismatch))}), so such "
+                "calls are computed each time; return arrays, tensors, images, numbers, texts, and "
+                "containers of them.",
             )
         except OSError as error:
             self._tell(state, "room", f"what {self.name} returned cannot be kept: {error}.")

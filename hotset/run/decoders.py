@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import numbers
 import os
 import stat
 import sys
@@ -260,7 +261,7 @@ def plain(value: Any, what: str) -> Any:
     """An argument as part of an identity.
 
     Raises:
-        LeftAlone: it is not a number, string, enum, dtype, slice, or a tuple, list or dict of these.
+        LeftAlone: it is not a number, string, enum, dtype, slice, ``...``, or a tuple, list or dict of these.
     """
     kind = type(value)
     if value is None or kind in (bool, int, float, str, bytes):
@@ -271,6 +272,10 @@ def plain(value: Any, what: str) -> Any:
         return ("dict", *((plain(name, what), plain(one, what)) for name, one in value.items()))
     if kind is slice:
         return ("slice", *(plain(one, what) for one in (value.start, value.stop, value.step)))
+    if value is ...:
+        return ("...",)
+    if kind.__module__ == "numpy" and isinstance(value, numbers.Integral):
+        return (kind.__name__, int(value))
     if isinstance(value, enum.Enum):
         return (f"{kind.__module__}.{kind.__qualname__}", value.name)
     if isinstance(value, type):

@@ -124,8 +124,8 @@ def _advice(outcome: Outcome, called: Sequence[tuple[str, Mapping[str, Any]]]) -
     waited = outcome.waits[0][0] if outcome.waits else None
     if uncached > calls // 100:
         sentences.append(
-            f"{uncached:,} calls computed a value that was not kept, for which the program's warnings have "
-            "the reason; where there was no room, more --memory, or --spill DIR, helps."
+            f"{uncached:,} calls computed a value that was not kept, for a reason that is above or in the "
+            "program's own warnings; where there was no room, more --memory, or --spill DIR, helps."
         )
     elif hits < calls // 10:
         sentences.append(

@@ -440,7 +440,7 @@ def test_what_draws_is_never_kept_and_draws_what_it_would_have_drawn(draw: Calla
 def test_a_file_handle_is_returned_and_not_kept(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with memo(lambda path: open(path), key="open") as kept:
-        with pytest.warns(hotset.HotsetWarning, match="returns what cannot be kept") as told:  # noqa: PT031
+        with pytest.warns(hotset.HotsetWarning, match="returned what cannot be kept") as told:  # noqa: PT031
             for _ in range(2):
                 with kept(str(tmp_path / "file")) as file:
                     assert file.read() == "x"

@@ -820,6 +820,18 @@ def test_what_a_trial_that_was_held_up_says_is_no_reason_to_leave_all_as_it_is()
     assert "training hardly waits" in report(seen(trial=late, wait=1e-5))
 
 
+def test_a_program_of_which_too_little_is_known_is_not_told_to_stay_as_it_is() -> None:
+    early = report(seen(trial={"loaders": {}}))
+    assert "leave it as it is" not in early
+    assert "too little is known" in early
+    assert "the program ended before it could be tried" in early
+    refused = {"loaders": {}, "refused": "Rows returns another sample each time"}
+    assert "leave it as it is" in report(seen(trial=refused))
+    slower = report(seen(trial=refused, wait=0.8))
+    assert "so the gains may be wrong" in slower
+    assert "leave it as it is" not in slower
+
+
 def test_a_transform_that_has_waited_is_no_part_of_the_processor_time() -> None:
     waited = {
         **PLAN,

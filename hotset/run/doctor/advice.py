@@ -86,7 +86,8 @@ class Report(NamedTuple):
         predicted: what the figures say of the program as it is, of other workers, and of a cache.
         advised: everything that could be changed, the best first; those that gain nothing come last.
         unknown: sentences about what is not known.
-        in_doubt: whether more may be gained than is known: the trial was held up, or did not come to its end.
+        in_doubt: whether more may be gained than is known: the trial was held up, or did not come to its end,
+            or the program is not as fast as arithmetic says.
     """
 
     seen: Observed
@@ -111,7 +112,7 @@ def judge(seen: Observed, command: str, cores: int | None = None) -> Report:
         predicted=_predict(model),
         advised=_advise(model, command),
         unknown=[*held_up, *_unknown(model)],
-        in_doubt=bool(held_up or seen.trial.get("late")),
+        in_doubt=bool(held_up or seen.trial.get("late") or _untried(seen) or model.is_missed),
     )
 
 
@@ -149,6 +150,12 @@ class _Model:
         if workers == self.seen.workers:
             return self.seen.rate / self.seen.ranks
         return min(self.factor * self._plain(workers), self.limit)
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether arithmetic misses the program's rate by so much that the gains may be wrong."""
+        low, high = _FACTOR
+        return not low <= self.seen.rate / (self.seen.ranks * self.modelled) <= high
 
     @property
     def limit(self) -> float:
@@ -420,12 +427,17 @@ def _of_busy_trial(model: _Model) -> list[str]:
     ]
 
 
+def _untried(seen: Observed) -> bool:
+    """Whether the program ended, by itself or by Ctrl-C, before a cache was tried."""
+    return not (seen.trial.get("plan") or seen.trial.get("refused"))
+
+
 def _unknown(model: _Model) -> list[str]:
     found, seen = [], model.seen
     refused = seen.trial.get("refused")
     if refused:
         found.append(f"What hotset.cache would give is not known: {refused.rstrip('.')}.")
-    elif not seen.trial.get("plan"):
+    elif _untried(seen):
         found.append("What hotset.cache would give is not known: the program ended before it could be tried.")
     if not seen.may_have_workers:
         why = (
@@ -439,9 +451,8 @@ def _unknown(model: _Model) -> list[str]:
             f"Other programs took {seen.others:.1f} of this machine's {os.cpu_count()} processors meanwhile, "
             "and all rates are those of a machine that is as busy: run it again if it will not be."
         )
-    modelled = seen.ranks * model.modelled
-    low, high = _FACTOR
-    if not low <= seen.rate / modelled <= high:
+    if model.is_missed:
+        modelled = seen.ranks * model.modelled
         found.append(
             f"By arithmetic the program as it is gives {modelled:,.0f} samples/s, but it gave "
             f"{seen.rate:,.0f}: something that is not seen here counts, such as other programs on the "
