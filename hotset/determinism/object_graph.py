@@ -302,6 +302,9 @@ def solid_base(cls: type) -> type:
         >>> class Text(str): ...
         >>> solid_base(Text), solid_base(types.SimpleNamespace)
         (<class 'str'>, <class 'types.SimpleNamespace'>)
+        >>> from torch.utils.data import Dataset
+        >>> solid_base(Dataset)
+        <class 'object'>
     """
     for base in cls.__mro__:
         if not base.__flags__ & _HEAP_TYPE:
@@ -310,7 +313,9 @@ def solid_base(cls: type) -> type:
         new = vars(base).get("__new__")
         if isinstance(new, types.BuiltinMethodType) and new.__self__ is base:
             return base
-        # Some of these have no constructor; a `class` statement gives attributes or slots.
-        if base.__base__ is object and not vars(base).keys() & {"__dict__", "__slots__"}:
+        # Some of these have no constructor; a `class` statement gives attributes or slots. One that is no
+        # larger than an object (typing.Generic, from Python 3.12 on) adds nothing but methods.
+        larger = base.__basicsize__ > object.__basicsize__
+        if larger and base.__base__ is object and not vars(base).keys() & {"__dict__", "__slots__"}:
             return base
     return object
