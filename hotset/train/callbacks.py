@@ -58,6 +58,9 @@ _BETWEEN_LOSSES = 0.25  # seconds between two losses that the bar reads: reading
 class Callback:
     """Base of all callbacks: a method for each event, which does nothing until it is overridden.
 
+    A method that is named like an event and is none (``step_end``, ``on_batch_end``) is an error where
+    training begins.
+
     The state of a callback with ``state_dict()`` and ``load_state_dict(state)`` is saved in checkpoints and
     put back, as that of the learning rate's scheduler in the example.
 
@@ -101,6 +104,21 @@ class Callback:
         """An evaluation has ended with ``run.metrics``."""
 
 
+_LIKE_EVENTS = re.compile(r"on_\w+|(\w+_)?(begin|start|end)")  # of other frameworks: step_end, on_train_start
+
+
+def _require_events(kind: type) -> None:
+    """Refuse a callback with a method that would never be called."""
+    for cls in kind.__mro__[: kind.__mro__.index(Callback)]:
+        for name in vars(cls) if issubclass(cls, Callback) else ():
+            if _LIKE_EVENTS.fullmatch(name) and callable(vars(cls)[name]) and not hasattr(Callback, name):
+                events = ", ".join(each for each in vars(Callback) if each.startswith("on_"))
+                raise ArgumentError(
+                    f"{cls.__name__}.{name} is named like an event and is none, so it would never be called; "
+                    f"the events are {events}. Give it one of these names, or one with an underscore first."
+                )
+
+
 class CallbackList:
     """Tells callbacks of events: in their order, the last ones last.
 
@@ -109,7 +127,7 @@ class CallbackList:
         first: callbacks of our own, told before them.
 
     Raises:
-        ArgumentError: one of them is not a callback.
+        ArgumentError: one of them is not a callback, or has a method that is named like an event and is none.
     """
 
     def __init__(self, callbacks: Any, first: Iterable[Callback] = ()) -> None:
@@ -124,6 +142,7 @@ class CallbackList:
                 raise ArgumentError(
                     f"callbacks hold a {kind}{made}; give objects derived from hotset.Callback."
                 )
+            _require_events(type(one))
         self.callbacks: list[Callback] = sorted(everything, key=lambda one: one.last)
         self._of_steps = [one for one in self.callbacks if type(one).on_step_end is not Callback.on_step_end]
 

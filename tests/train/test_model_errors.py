@@ -52,6 +52,34 @@ def test_sink_modes(mode: Any) -> None:
         model_of().train(1, [BATCH], dataset_sink_mode=mode)
 
 
+@pytest.mark.parametrize("name", ["step_end", "on_train_step_end", "on_batch_end", "begin"])
+def test_a_callback_that_would_never_be_called(name: str) -> None:
+    kind: Any = type("Mine", (Callback,), {name: lambda self, run: None})
+    model = model_of()
+    with pytest.raises(hotset.ArgumentError, match=rf"Mine\.{name} is named like an event .* on_step_end"):
+        model.train(1, [BATCH], callbacks=[kind()])
+    assert model.steps == 0
+
+
+def test_a_callback_may_have_other_methods_and_those_of_another_framework() -> None:
+    class Others:
+        def on_fit_start(self) -> None:
+            raise AssertionError
+
+    class Mine(Callback, Others):
+        _on_hold, rebegin = None, len
+
+        def on_step_end(self, run: RunState) -> None:
+            self.latest = run.step
+
+        def spend(self) -> None:
+            raise AssertionError
+
+    mine = Mine()
+    model_of().train(1, [BATCH], callbacks=mine)
+    assert mine.latest == 1
+
+
 class Nothing(torch.utils.data.IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(())
