@@ -317,7 +317,8 @@ def _kind(value: Any) -> str:
 
 
 # A value as it is kept: None, numbers, strings and usual arrays as they are; a tuple as ("tuple", ...);
-# another array as ("array", axes, strides, is a view, it in C order), a tensor as ("tensor", axes, an array).
+# another array as ("array", axes, strides, is a view, can be written to, it in C order), a tensor as
+# ("tensor", axes, an array).
 
 
 def _stored(value: Any) -> Any:
@@ -327,12 +328,14 @@ def _stored(value: Any) -> Any:
         return ("tuple", *map(_stored, value))
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None and type(value) is numpy.ndarray and _is_usual(value):
-        if value.flags.c_contiguous and value.flags.owndata and value.size:
+        flags = value.flags
+        if flags.c_contiguous and flags.owndata and flags.writeable and value.size:
             return value  # one without elements may have any strides
         axes = _axes(value.strides, value.shape)
-        stored = ("array", axes, value.strides, not value.flags.owndata, _in_order(value.transpose(axes)))
+        in_order = _in_order(value.transpose(axes))
+        stored = ("array", axes, value.strides, not flags.owndata, flags.writeable, in_order)
         again = _restored(stored)
-        if again.strides != value.strides or again.flags.owndata != value.flags.owndata:
+        if again.strides != value.strides or again.flags.owndata != flags.owndata:
             raise NotKept
         return stored
     if torch is not None and type(value) is torch.Tensor and _is_plain(value, torch):
@@ -342,7 +345,7 @@ def _stored(value: Any) -> Any:
 
 
 def _is_usual(array: Any) -> bool:
-    return bool(array.flags.writeable and not array.dtype.hasobject and array.dtype.metadata is None)
+    return not array.dtype.hasobject and array.dtype.metadata is None
 
 
 def _is_plain(tensor: Any, torch: Any) -> bool:
@@ -383,7 +386,9 @@ def _restored(kept: Any) -> Any:
         own.numpy()[...] = array
         return own if back == sorted(back) else own.permute(back)
     own = numpy.array(array.transpose(back), order="K", copy=True)  # type: ignore[union-attr]
-    if not kept[3]:
-        return own
-    # An axis of one element may have any stride, and has none if it is a new one.
-    return numpy.lib.stride_tricks.as_strided(own, own.shape, kept[2])  # type: ignore[union-attr]
+    if kept[3]:
+        # An axis of one element may have any stride, and has none if it is a new one.
+        own = numpy.lib.stride_tricks.as_strided(own, own.shape, kept[2])  # type: ignore[union-attr]
+    if not kept[4]:
+        own.flags.writeable = False
+    return own
