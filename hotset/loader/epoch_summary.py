@@ -1,20 +1,29 @@
-"""A summary of one epoch, in one line: samples per second, hit rate, and how long the trainer waited."""
+"""A summary of one epoch, in one line: samples per second, hit rate, and how long the trainer waited.
+
+While an epoch fills the cache, a line every half minute says how far that is, and when it will be done. All
+lines go to the logger ``hotset``, at level INFO.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
 from hotset.dataset.cached_dataset import current_of
 from hotset.errors import ArgumentError
+from hotset.units import format_bytes, format_seconds
 
 __all__ = ["EpochSummary"]
 
+_WORTH_TELLING = 0.05
+_FILLING_SECONDS = 30.0  # between two lines about filling; a shorter epoch has none
+
+_log = logging.getLogger("hotset")
+
 
 class EpochSummary:
-    """Counts of one pass over a loader, which is still counting while the pass is under way.
-
-    ``str()`` gives the line, which is also logged at level INFO.
+    """Counts of one pass over a loader; ``str()`` gives the line, which is also logged at level INFO.
 
     Attributes:
         number: of the pass, from 0.
@@ -33,14 +42,19 @@ class EpochSummary:
         self.samples = 0
         self.waited = 0.0
         self._caches = caches
+        self._told = 0.0  # how much of ``waited`` is in the cache's counters
         self._before = self._served()
         self._begin = time.perf_counter()
+        self._filling = self._begin, self._stored()  # when that was looked at last, and how many were stored
         self._seconds: float | None = None
         self._hit_rate: float | None = None
 
     def _served(self) -> tuple[int, int]:
         served = [current_of(cached).access.served() for cached in self._caches]
         return sum(hits for hits, _ in served), sum(misses for _, misses in served)
+
+    def _stored(self) -> int:
+        return sum(current_of(cached).access.stored() for cached in self._caches)
 
     @property
     def seconds(self) -> float:
@@ -53,6 +67,53 @@ class EpochSummary:
         (hits, misses), (hits_before, misses_before) = self._served(), self._before
         served = hits - hits_before + misses - misses_before
         return (hits - hits_before) / served if served else 0.0
+
+    def _count(self, samples: int, waited: float) -> None:
+        """Count a batch that is handed over."""
+        self.batches += 1
+        self.samples += samples
+        self.waited += waited
+        if self.waited - self._told > _WORTH_TELLING:
+            self._tell()
+        if time.perf_counter() - self._filling[0] >= _FILLING_SECONDS:
+            self._tell_of_filling()
+        if self.batches == self.batches_expected:
+            self._end()  # a consumer that knows the length may not ask for a batch after the last
+
+    def _end(self) -> None:
+        """End the pass: from now on the figures do not change."""
+        if self._seconds is None:
+            self._hit_rate = self.hit_rate
+            self._tell()
+            self._seconds = time.perf_counter() - self._begin
+            _log.info("%s", self)
+            for cached in self._caches:
+                current_of(cached).access.warn_of_draws()
+
+    def _tell(self) -> None:
+        """Add the waiting to a counter that other processes read; not for each batch: that would be slow."""
+        if self._caches:
+            current_of(self._caches[0]).access.count_waiting(self.waited - self._told)
+        self._told = self.waited
+
+    def _tell_of_filling(self) -> None:
+        """Log how far the caches are filled, if samples were stored since this was looked at last."""
+        (since, before), self._filling = self._filling, (time.perf_counter(), self._stored())
+        now, stored = self._filling
+        done = [cached.stats() for cached in self._caches]
+        cached, size = sum(each.cached for each in done), sum(each.bytes for each in done)
+        plans = [cached.plan for cached in self._caches]
+        aims = [round(plan.used * (1.0 - plan.refused if plan.spill else plan.fits)) for plan in plans]
+        rate = (stored - before) / (now - since)
+        if rate <= 0.0 or cached >= sum(aims):
+            return
+        wanted = sum(aim * plan.sample_bytes for aim, plan in zip(aims, plans, strict=True))
+        _log.info(
+            "epoch %d: %s of %s samples are cached (%s of about %s), %s more a second; "
+            "the cache is filled in about %s",
+            *(self.number, f"{cached:,}", f"{sum(aims):,}", format_bytes(size), format_bytes(wanted)),
+            *(f"{rate:,.3g}", format_seconds((sum(aims) - cached) / rate)),
+        )
 
     def log_to(self, writer: Any, step: int | None = None) -> None:
         """Write the pass's figures to a logger, as scalars like any other.
@@ -74,7 +135,9 @@ class EpochSummary:
             >>> class Writer:
             ...     def add_scalar(self, name, value, step):
             ...         print(name, value, step)
-            >>> EpochSummary(3, 0, []).log_to(Writer())
+            >>> summary = EpochSummary(3, 0, [])
+            >>> summary._end()
+            >>> summary.log_to(Writer())
             hotset/waited 0.0 3
             hotset/waited_fraction 0.0 3
             hotset/hit_rate 0.0 3

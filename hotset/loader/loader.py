@@ -44,7 +44,6 @@ from hotset.loader.batch_buffer import BlockCollate
 from hotset.loader.batch_builder import BatchBuilder, LocalGather, make_gather
 from hotset.loader.batch_order import BatchOrder, draw_base_seed
 from hotset.loader.collate import bound, is_known
-from hotset.loader.epoch_counter import EpochCounter
 from hotset.loader.epoch_summary import EpochSummary
 from hotset.loader.index_route import Route, route_to
 from hotset.loader.local_batches import LocalBatches
@@ -194,7 +193,7 @@ class DataLoader(TorchDataLoader[T]):
         run.watch = tuple(each.window.raise_errors for each in self._windows() if each.window)
         self._workers_begun = True
         route = self._route()
-        summary = EpochCounter(run.number, _length(self), route.caches if route is not None else [])
+        summary = EpochSummary(run.number, _length(self), route.caches if route is not None else [])
         self.last_epoch = summary
         run.begin(self._header(), summary)
         if route is not None and self.num_workers:

@@ -34,7 +34,7 @@ from hotset.dataset.active_window import ActiveWindow, WindowPosition, positions
 from hotset.dataset.cached_stream import CachedStream
 from hotset.determinism.rng import Generators
 from hotset.errors import StateError
-from hotset.loader.epoch_counter import EpochCounter
+from hotset.loader.epoch_summary import EpochSummary
 from hotset.loader.remaining_batches import BatchCut, EpochPosition
 from hotset.loader.rng_state import DAMAGE, Beginning, damaged, restore, unpack_states
 
@@ -88,9 +88,9 @@ class EpochProgress:
     gathered: bool = False
     common: dict[str, Any] = field(default_factory=dict, repr=False)
     watch: tuple[Callable[[], None], ...] = field(default=(), repr=False)
-    summary: EpochCounter = field(init=False, repr=False)
+    summary: EpochSummary = field(init=False, repr=False)
 
-    def begin(self, header: dict[str, Any], summary: EpochCounter) -> None:
+    def begin(self, header: dict[str, Any], summary: EpochSummary) -> None:
         """Make the part that all states of this pass share, as one may be taken after every batch."""
         self.summary = summary
         own = {"under_way": True, "pass": self.number, "fresh": self.fresh, "beginning": self.beginning}
@@ -124,7 +124,7 @@ class EpochProgress:
         self.samples += samples
         for check in self.watch:
             check()
-        self.summary.count(samples if shown is None else shown, time.perf_counter() - start)
+        self.summary._count(samples if shown is None else shown, time.perf_counter() - start)
 
     def end(self) -> None:
         """Note that the last batch of the pass, or of its first part, was handed over."""
@@ -132,7 +132,7 @@ class EpochProgress:
             self.followed = False
         else:
             self.over = True
-            self.summary.end()
+            self.summary._end()
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 import hotset
-from hotset.loader import epoch_counter
+from hotset.loader import epoch_summary
 
 N = 64
 
@@ -40,7 +40,7 @@ class Reads(Dataset[torch.Tensor]):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> SlowClock:
     clock = SlowClock()
-    monkeypatch.setattr(epoch_counter, "time", clock)
+    monkeypatch.setattr(epoch_summary, "time", clock)
     caplog.set_level(logging.INFO, "hotset")
     return clock
 
