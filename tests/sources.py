@@ -401,3 +401,16 @@ class ListedBatches(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         return iter(self.batches)
+
+
+class Handle:
+    """An open file, which cannot be pickled, and is closed with its last reference."""
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot be pickled")
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import all_pairs, equal_batches, recorded
+from sources import Handle
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import hotset
@@ -134,19 +135,6 @@ def test_a_change_in_slots_takes_effect_from_the_next_pass_on(
     words = [str(each.message) for each in told]
     assert words
     assert all("has changed" in each for each in words), words
-
-
-class Handle:
-    """An open file, which is closed with its last reference."""
-
-    def __init__(self, path: Path) -> None:
-        self.descriptor = os.open(path, os.O_RDONLY)
-
-    def __reduce__(self) -> Any:
-        raise TypeError("cannot be pickled")
-
-    def __del__(self) -> None:
-        os.close(self.descriptor)
 
 
 class Opens:

@@ -12,25 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sources import ReadLog
+from sources import Handle, ReadLog
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, Subset
 
 import hotset
 
 N = 12
-
-
-class Handle:
-    """An open file, which cannot be pickled, and is closed with its last reference."""
-
-    def __init__(self, path: Path) -> None:
-        self.descriptor = os.open(path, os.O_RDONLY)
-
-    def __reduce__(self) -> Any:
-        raise TypeError("cannot be pickled")
-
-    def __del__(self) -> None:
-        os.close(self.descriptor)
 
 
 class Opens(Dataset[Any]):
