@@ -269,7 +269,7 @@ class Source:
 
     def _read_group(self, indices: Sequence[int]) -> Iterator[Any]:
         several = getattr(self.dataset, "__getitems__", None)
-        if several is None:
+        if several is None or not self.otherwise.isdisjoint(indices):  # their draws are those of the whole
             yield from map(self.read, indices)
             return
         try:

@@ -786,8 +786,25 @@ class LeavesSomeOutOfMany(LeavesSomeOut):
         return [self[index] for index in indices]
 
 
-@pytest.mark.parametrize("kind", [LeavesSomeOut, HaveOneMore, LeavesSomeOutOfMany])
-@pytest.mark.parametrize("workers", [0, 2])
+class DrawForSomeOfMany(LeavesSomeOutOfMany):
+    """Changes a few samples at random in place of calling its chain."""
+
+    def __getitem__(self, index: int) -> Any:
+        sample = super().__getitem__(index)
+        return sample + torch.randint(9, ()) if index % N == 5 else sample
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [
+        *(
+            (kind, workers)
+            for kind in (LeavesSomeOut, HaveOneMore, LeavesSomeOutOfMany)
+            for workers in (0, 2)
+        ),
+        (DrawForSomeOfMany, 0),
+    ],
+)
 def test_rare_samples_for_which_a_chain_is_called_another_number_of_times_are_right(
     kind: type[LeavesSomeOut], workers: int
 ) -> None:
