@@ -33,7 +33,7 @@ from hotset.cluster.client import Connections, PendingRequest
 from hotset.cluster.membership import Keys
 from hotset.cluster.server import RecordServer
 from hotset.cluster.store_service import StoreService
-from hotset.store.schema import Schema
+from hotset.store.leaves.schema import Schema
 from hotset.store.store import Store
 
 __all__ = ["FAIR", "HOTSET", "OBJECTS", "PLAIN", "compared"]

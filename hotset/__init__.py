@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from hotset import collate
     from hotset.dataset.build import cache
     from hotset.dataset.cached_dataset import CachedDataset
-    from hotset.dataset.cached_stream import CachedStream
-    from hotset.dataset.memo import Memo, memo
     from hotset.dataset.shared_cache import SharedCache, get_shm_size
+    from hotset.dataset.streams.cached_stream import CachedStream
     from hotset.dataset.window import Window
     from hotset.determinism.batched import batched
     from hotset.determinism.declare import deterministic, nondeterministic
@@ -43,7 +42,8 @@ if TYPE_CHECKING:
         UnsupportedPlatform,
     )
     from hotset.loader.loader import DataLoader
-    from hotset.store.codecs import register_codec
+    from hotset.memoize.decorator import Memo, memo
+    from hotset.store.leaves.codecs import register_codec
     from hotset.train.callbacks import Callback, EarlyStopping, LossMonitor, ModelCheckpoint, TimeMonitor
     from hotset.train.metrics import Accuracy, Loss
     from hotset.train.model import Model
@@ -53,8 +53,8 @@ __version__ = "0.1.0"
 _MODULES = {
     "hotset.dataset.build": ["cache"],
     "hotset.dataset.cached_dataset": ["CachedDataset"],
-    "hotset.dataset.cached_stream": ["CachedStream"],
-    "hotset.dataset.memo": ["Memo", "memo"],
+    "hotset.dataset.streams.cached_stream": ["CachedStream"],
+    "hotset.memoize.decorator": ["Memo", "memo"],
     "hotset.dataset.shared_cache": ["SharedCache", "get_shm_size"],
     "hotset.dataset.window": ["Window"],
     "hotset.determinism.batched": ["batched"],
@@ -77,7 +77,7 @@ _MODULES = {
         "UnsupportedPlatform",
     ],
     "hotset.loader.loader": ["DataLoader"],
-    "hotset.store.codecs": ["register_codec"],
+    "hotset.store.leaves.codecs": ["register_codec"],
     "hotset.train.callbacks": ["Callback", "EarlyStopping", "LossMonitor", "ModelCheckpoint", "TimeMonitor"],
     "hotset.train.metrics": ["Accuracy", "Loss"],
     "hotset.train.model": ["Model"],

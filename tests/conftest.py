@@ -116,12 +116,12 @@ def _own_runtime_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
 @pytest.fixture(scope="session", autouse=True)
 def _unhurried() -> Iterator[None]:
     """What a cache is planned from is looked at in full, however long a busy machine takes for that."""
-    from hotset.determinism.fingerprint import fingerprint
+    from hotset.determinism.fingerprint.fingerprint import fingerprint
 
     budgets = (
-        "dataset.recorder._READ_SECONDS",
-        "dataset.cut_search._LIVE_SECONDS",
-        "dataset.planner._PROBE_SECONDS",
+        "dataset.planning.recorder._READ_SECONDS",
+        "dataset.planning.cut_search._LIVE_SECONDS",
+        "dataset.planning.planner._PROBE_SECONDS",
     )
     with pytest.MonkeyPatch.context() as patch:
         for name in (*budgets, "determinism.split._SECONDS"):
@@ -168,7 +168,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"hotset.{module}._PATIENCE_SECONDS", 60.0)
     for module in ("store.claims", "session.quota"):
         monkeypatch.setattr(f"hotset.{module}._LOCK_SECONDS", 60.0)
-    monkeypatch.setattr("hotset.dataset.planner._PROBE_SECONDS", 600.0)
+    monkeypatch.setattr("hotset.dataset.planning.planner._PROBE_SECONDS", 600.0)
 
 
 @pytest.fixture

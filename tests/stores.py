@@ -16,8 +16,8 @@ from helpers import difference
 from hotset.dataset.cached_dataset import current_of
 from hotset.store.claims import Ids
 from hotset.store.format import PRESENT, Live
+from hotset.store.leaves.schema import Schema
 from hotset.store.ring import attach_store
-from hotset.store.schema import Schema
 from hotset.store.segment import Address
 from hotset.store.store import Store
 

@@ -22,7 +22,7 @@ import torch
 from benchmarks import tcp_loop
 from benchmarks.harness import Outcome, Target, Unfit, compare
 from benchmarks.settings import Settings
-from hotset.store.schema import Schema
+from hotset.store.leaves.schema import Schema
 from hotset.store.store import Store
 
 __all__ = ["peers"]

@@ -26,7 +26,12 @@ REFERENCE: dict[str, tuple[str, str, list[str]]] = {
         "Caching a dataset",
         "`hotset.cache` wraps a dataset; the rest says what may be cached.",
         [
-            *("hotset.cache", "hotset.CachedDataset", "hotset.CachedStream", "hotset.dataset.plan.Plan"),
+            *(
+                "hotset.cache",
+                "hotset.CachedDataset",
+                "hotset.CachedStream",
+                "hotset.dataset.planning.plan.Plan",
+            ),
             "hotset.dataset.stats.Stats",
             *("hotset.Window", "hotset.deterministic", "hotset.nondeterministic", "hotset.split"),
             *("hotset.determinism.split.Split", "hotset.batched", "hotset.register_codec"),
@@ -44,7 +49,7 @@ REFERENCE: dict[str, tuple[str, str, list[str]]] = {
         "Functions and arrays",
         "Results of functions, and slots that you set yourself, in shared memory.",
         [
-            *("hotset.memo", "hotset.Memo", "hotset.dataset.memo_store.MemoStats"),
+            *("hotset.memo", "hotset.Memo", "hotset.memoize.memo_store.MemoStats"),
             *("hotset.SharedCache", "hotset.get_shm_size"),
         ],
     ),

@@ -44,11 +44,11 @@ from hotset.cluster.wire_records import (
 from hotset.store import irregular_records as forms
 from hotset.store.fill import Read
 from hotset.store.format import LINE, PRESENT, Slot
-from hotset.store.leaf import SchemaMismatch
+from hotset.store.leaves.leaf import SchemaMismatch
+from hotset.store.leaves.schema import Schema
 from hotset.store.locks import Pauses
 from hotset.store.record_batch import RecordBatch
 from hotset.store.records import lay_out
-from hotset.store.schema import Schema
 from hotset.store.store import Store
 
 __all__ = ["BatchFetch", "Fetched", "pack", "parts"]

@@ -37,8 +37,8 @@ from hotset.session.session_definition import Session, open_quota, session_of
 from hotset.session.session_files import CACHE
 from hotset.store import memory_limits
 from hotset.store.format import DESTROYED, Live
+from hotset.store.leaves.schema import Schema
 from hotset.store.ring import attach_store
-from hotset.store.schema import Schema
 from hotset.store.spill import SpillTo
 from hotset.store.store import Store
 

@@ -33,7 +33,7 @@ import torch
 from hotset._progress import counting_bar
 from hotset._warnings import warn
 from hotset.dataset.attachment import Attachment
-from hotset.dataset.prefetch_pool import PrefetchPool
+from hotset.dataset.prefetch.pool import PrefetchPool
 from hotset.dataset.window import Sizes
 from hotset.errors import StateError
 from hotset.policy.window import epoch_order

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from hotset._warnings import printable
 from hotset.dataset.pipeline import chain_of
-from hotset.dataset.stream_source import is_stream
+from hotset.dataset.streams.source import is_stream
 from hotset.dataset.window import Window
 from hotset.determinism.batched import Batched
 from hotset.determinism.chain import leaves

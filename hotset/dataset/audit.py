@@ -27,11 +27,11 @@ from torch.utils.data import get_worker_info
 
 from hotset.dataset.audit_budget import AuditBudget
 from hotset.dataset.pipeline import Pipeline, Source
-from hotset.dataset.recorder import recorded
+from hotset.dataset.planning.recorder import recorded
 from hotset.determinism.aliasing import copied
 from hotset.determinism.chain import applied, leaves
+from hotset.determinism.draws.rng import Generators
 from hotset.determinism.equality import same
-from hotset.determinism.rng import Generators
 from hotset.determinism.verdict import name_of
 from hotset.store.format import PRESENT
 from hotset.store.store import Store

@@ -25,19 +25,19 @@ from hotset.dataset.arguments import CacheArguments, CacheOptions, check_argumen
 from hotset.dataset.attachment import Attachment, map_ahead
 from hotset.dataset.audit import first_difference
 from hotset.dataset.cached_dataset import CachedDataset, Current
-from hotset.dataset.cached_stream import CachedStream
 from hotset.dataset.cluster_setup import join_machines, planned_by_all, remote_cache
 from hotset.dataset.held_attributes import HeldAttributes
 from hotset.dataset.identity import Identity, NotShared, unshareable
-from hotset.dataset.memory_budget import own_memory
 from hotset.dataset.pipeline import Pipeline
-from hotset.dataset.planner import PlanResult, found_plan, joined_plan, make_plan
+from hotset.dataset.planning.memory_budget import own_memory
+from hotset.dataset.planning.planner import PlanResult, found_plan, joined_plan, make_plan
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.spill_folder import checked_folder, spill_to
-from hotset.dataset.stream_source import StreamSource, is_stream
+from hotset.dataset.streams.cached_stream import CachedStream
+from hotset.dataset.streams.source import StreamSource, is_stream
 from hotset.dataset.window import Window
 from hotset.determinism.declare import declaration_of, declared
-from hotset.determinism.safe_access import has
+from hotset.determinism.objects.safe_access import has
 from hotset.errors import SegmentError, UnsupportedPlatform
 from hotset.session.find_or_create import (
     CacheLocation,

@@ -57,13 +57,13 @@ from hotset.dataset.fill_now import fill_now, require_worker_count
 from hotset.dataset.held_attributes import HeldAttributes
 from hotset.dataset.identity import Identity
 from hotset.dataset.pipeline import Pipeline, SampleStopped, Source, stopped
-from hotset.dataset.plan import Plan
+from hotset.dataset.planning.plan import Plan
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.stats import Stats, stats_of
-from hotset.dataset.stream_source import StreamSource
+from hotset.dataset.streams.source import StreamSource
 from hotset.dataset.transform_attributes import CopiedAttributes, names_transforms
 from hotset.determinism.declare import declaration_of, declared
-from hotset.determinism.safe_access import has
+from hotset.determinism.objects.safe_access import has
 from hotset.errors import ArgumentError, SegmentError
 from hotset.store.claims import Ids
 from hotset.store.format import DESTROYED, Live

@@ -14,10 +14,10 @@ from hotset._warnings import warn
 from hotset.dataset.arguments import CacheOptions
 from hotset.dataset.identity import Identity
 from hotset.dataset.pipeline import Pipeline
-from hotset.dataset.planner import PlanResult, joined_plan, make_plan
+from hotset.dataset.planning.planner import PlanResult, joined_plan, make_plan
 from hotset.errors import ClusterError
+from hotset.store.leaves.schema import Schema
 from hotset.store.memory_limits import headroom
-from hotset.store.schema import Schema
 from hotset.store.store import Store
 from hotset.units import parse_bytes
 

@@ -6,7 +6,7 @@ the cache is made, and compared as a pass begins:
 
 ===================================  =======================================================================
 an attribute of the dataset, or of   compared if code that reads samples names it
-one that it wraps                    (:mod:`hotset.determinism.reading_names`)
+one that it wraps                    (:mod:`hotset.determinism.objects.reading_names`)
 what such an attribute holds         compared, at any depth (:class:`HeldAttributes`), within :class:`Room`
 the parameters of cached transforms  compared
 torch's default dtype and device     compared: tensors are made with them
@@ -38,7 +38,7 @@ from hotset.dataset.transform_attributes import (
 )
 from hotset.determinism.batched import Batched
 from hotset.determinism.chain import leaves
-from hotset.determinism.reading_names import names_read
+from hotset.determinism.objects.reading_names import names_read
 
 __all__ = ["ContentWatch"]
 

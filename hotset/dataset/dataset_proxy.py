@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from hotset.dataset.arguments import CacheArguments
 from hotset.dataset.held_attributes import HeldAttributes
 from hotset.dataset.transform_attributes import Snapshot
-from hotset.determinism.safe_access import has
+from hotset.determinism.objects.safe_access import has
 
 if TYPE_CHECKING:
     from typing_extensions import Self

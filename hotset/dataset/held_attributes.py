@@ -18,9 +18,9 @@ container of another kind has grown or shrunk meanwhile, as its attributes may d
 user may: ``dataset.labels[3] = 5``, ``dataset.config.size = 64``, ``dataset.epoch.value += 1``. Values are
 compared by identity, numbers and text by value, containers element by element at any depth (so another list
 of the same numbers is no change), arrays and what processes share by their bytes
-(:mod:`hotset.determinism.mutable_content`). What a method seems to have computed once, and kept, does not
-count. A dataset that is a list, a dict, an array or a tensor itself is looked at as if it were the attribute
-``elements``.
+(:mod:`hotset.determinism.objects.mutable_content`). What a method seems to have computed once, and kept, does
+not count. A dataset that is a list, a dict, an array or a tensor itself is looked at as if it were the
+attribute ``elements``.
 
 Looking at all of a large dataset would take longer than reading it. So there is :class:`Room` for so many
 elements and bytes: of what has no room only the identity counts, and the length of a container.
@@ -42,10 +42,17 @@ import torch
 from torch.utils.data import Dataset
 
 from hotset.determinism.batch_transform import TakesBatches
-from hotset.determinism.code_dependencies import is_users
-from hotset.determinism.mutable_content import content_of, is_shared, put_content, whole_content_of
-from hotset.determinism.object_graph import held_objects
-from hotset.determinism.safe_access import attributes_of, elements, is_a, is_opaque, length, set_attribute
+from hotset.determinism.objects.code_dependencies import is_users
+from hotset.determinism.objects.mutable_content import content_of, is_shared, put_content, whole_content_of
+from hotset.determinism.objects.object_graph import held_objects
+from hotset.determinism.objects.safe_access import (
+    attributes_of,
+    elements,
+    is_a,
+    is_opaque,
+    length,
+    set_attribute,
+)
 
 __all__ = ["Change", "HeldAttributes", "Room", "datasets_in"]
 

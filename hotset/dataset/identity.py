@@ -20,7 +20,7 @@ from hotset.dataset.arguments import CacheArguments
 from hotset.dataset.pipeline import Cuts, Pipeline, Source
 from hotset.dataset.transform_attributes import with_transforms
 from hotset.determinism.chain import leaves
-from hotset.determinism.fingerprint import Fingerprint, fingerprint
+from hotset.determinism.fingerprint.fingerprint import Fingerprint, fingerprint
 from hotset.determinism.verdict import name_of, verdict_of
 
 __all__ = ["Identity", "NotShared", "unshareable"]
@@ -62,7 +62,7 @@ class Identity:
             given: the user's arguments, some of which must be the same for two ranks to share.
 
         Raises:
-            OSError: see :func:`hotset.determinism.fingerprint.fingerprint`.
+            OSError: see :func:`hotset.determinism.fingerprint.fingerprint.fingerprint`.
         """
         chains = [
             *((attribute.name, attribute.chain) for attribute in pipeline.attributes),

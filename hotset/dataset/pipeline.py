@@ -35,15 +35,15 @@ from typing import Any
 
 from hotset._warnings import Warner
 from hotset.dataset.format_transform import without_format_transform
-from hotset.dataset.stream_source import StreamSource
+from hotset.dataset.streams.source import StreamSource
 from hotset.dataset.transform_attributes import TransformAttribute, transform_attributes_of, with_transforms
 from hotset.determinism.aliasing import copied, owned
 from hotset.determinism.batch_transform import BatchTransform
 from hotset.determinism.batched import Batched
 from hotset.determinism.chain import Values, applied, cut, leaves
 from hotset.errors import ArgumentError, NotCacheable
-from hotset.store.codecs import register_codec
-from hotset.store.leaf import SchemaMismatch
+from hotset.store.leaves.codecs import register_codec
+from hotset.store.leaves.leaf import SchemaMismatch
 
 __all__ = [
     "UNUSED",

@@ -9,8 +9,8 @@
     without a store         the same
 
 Reads for the store are watched, and generators that they moved are restored
-(:mod:`hotset.determinism.draw_watch`). So random numbers are drawn only where a sample is used, in the order
-of the batch, and are those that torch's loader would have drawn over the dataset itself.
+(:mod:`hotset.determinism.draws.draw_watch`). So random numbers are drawn only where a sample is used, in the
+order of the batch, and are those that torch's loader would have drawn over the dataset itself.
 
 Samples are addressed by sample id: the index in the dataset, or a window's entry
 (:mod:`hotset.dataset.active_window`). The caller owns every sample that it gets. A failure of anything but
@@ -32,10 +32,10 @@ from hotset.dataset.active_window import ActiveWindow, WindowPosition
 from hotset.dataset.attachment import Attachment
 from hotset.dataset.audit import Audit
 from hotset.dataset.pipeline import Source
-from hotset.dataset.plan import Plan
+from hotset.dataset.planning.plan import Plan
 from hotset.dataset.source_reader import NotingReader, SourceReader
 from hotset.determinism.declare import declared
-from hotset.determinism.draw_watch import DrawWatch
+from hotset.determinism.draws.draw_watch import DrawWatch
 from hotset.errors import SegmentError
 from hotset.session.job import this_job
 from hotset.store.claims import Ids

@@ -19,8 +19,8 @@ import torch
 
 from hotset.errors import ArgumentError, QuantityError
 from hotset.store.format import LINE
-from hotset.store.leaf import SchemaMismatch
-from hotset.store.schema import Prepared, Schema
+from hotset.store.leaves.leaf import SchemaMismatch
+from hotset.store.leaves.schema import Prepared, Schema
 
 __all__ = ["SampleSpec", "limit_in_bytes", "sample_count"]
 

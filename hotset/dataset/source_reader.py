@@ -36,8 +36,8 @@ from typing import Any
 import torch
 
 from hotset.dataset.pipeline import Source, transformed
-from hotset.determinism import entropy
-from hotset.determinism.rng import Generators
+from hotset.determinism.draws import entropy
+from hotset.determinism.draws.rng import Generators
 from hotset.store.fill import Read
 
 __all__ = ["NotingReader", "SourceReader", "seconds_in_groups"]

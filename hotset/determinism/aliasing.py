@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hotset.determinism.object_graph import attributes, solid_base
+from hotset.determinism.objects.object_graph import attributes, solid_base
 
 __all__ = ["copied", "owned", "owns_all"]
 

@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hotset.determinism.mutable_content import bytes_of
+from hotset.determinism.objects.mutable_content import bytes_of
 
 __all__ = ["ArgumentKey", "NoIdentity", "Parameters", "describe_arguments", "file_version"]
 

@@ -26,7 +26,7 @@ from torch.utils.data import default_collate, get_worker_info
 
 from hotset.determinism.batch_transform import TakesBatches
 from hotset.determinism.declare import declared
-from hotset.determinism.object_graph import within_reach
+from hotset.determinism.objects.object_graph import within_reach
 from hotset.errors import ArgumentError, NotCacheable
 
 __all__ = ["Batched", "batched"]

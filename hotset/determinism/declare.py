@@ -29,8 +29,8 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeVar, cast
 
 from hotset.determinism.batch_transform import TakesBatches
-from hotset.determinism.code_dependencies import is_users
-from hotset.determinism.safe_access import is_a
+from hotset.determinism.objects.code_dependencies import is_users
+from hotset.determinism.objects.safe_access import is_a
 from hotset.errors import ArgumentError
 
 __all__ = [

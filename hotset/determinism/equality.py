@@ -44,9 +44,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hotset.determinism.object_graph import attributes, solid_base
-from hotset.determinism.safe_access import is_a, shown
-from hotset.store.codecs import given_codec
+from hotset.determinism.objects.object_graph import attributes, solid_base
+from hotset.determinism.objects.safe_access import is_a, shown
+from hotset.store.leaves.codecs import given_codec
 
 __all__ = ["array_bytes", "content_digests", "integers_of", "same"]
 

@@ -1,9 +1,9 @@
 """A trial runs one transform on real samples: it finds what structure cannot tell, and leaves no trace.
 
-A trial can only *demote* (it uses :mod:`hotset.determinism.probe`): it finds a generator that moves, two
-outputs that differ, and state on the transform that changes with each call. A transform with a counter that
-no output shows yet, or with a running mean, is another one after each call, so that its later outputs are
-unknown. State that the first call builds, and that then stays, does not count.
+A trial can only *demote* (it uses :mod:`hotset.determinism.draws.probe`): it finds a generator that moves,
+two outputs that differ, and state on the transform that changes with each call. A transform with a counter
+that no output shows yet, or with a running mean, is another one after each call, so that its later outputs
+are unknown. State that the first call builds, and that then stays, does not count.
 
 The trial never copies the transform itself, because a copy's generator is not the one that moves. It copies
 the *inputs* for each call, as a transform may work in place. Afterwards it restores the transform's state,
@@ -26,12 +26,12 @@ import torch
 
 from hotset.determinism.aliasing import copied
 from hotset.determinism.chain import applied
-from hotset.determinism.code_dependencies import loaded_globals
+from hotset.determinism.draws.probe import probe
+from hotset.determinism.draws.rng import Generators
 from hotset.determinism.equality import content_digests
-from hotset.determinism.object_graph import attributes, held_objects, reached_by_code
-from hotset.determinism.probe import probe
-from hotset.determinism.rng import Generators
-from hotset.determinism.safe_access import attributes_of
+from hotset.determinism.objects.code_dependencies import loaded_globals
+from hotset.determinism.objects.object_graph import attributes, held_objects, reached_by_code
+from hotset.determinism.objects.safe_access import attributes_of
 from hotset.determinism.timing import Timed
 
 __all__ = ["Trial", "alters_input", "attempt", "output_and_seconds"]

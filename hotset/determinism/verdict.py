@@ -36,8 +36,8 @@ import torch
 from hotset.determinism.batch_transform import TakesBatches
 from hotset.determinism.batched import Batched
 from hotset.determinism.declare import declared
-from hotset.determinism.object_graph import attributes
-from hotset.determinism.safe_access import has, is_a, values_of
+from hotset.determinism.objects.object_graph import attributes
+from hotset.determinism.objects.safe_access import has, is_a, values_of
 
 __all__ = [
     "Kind",

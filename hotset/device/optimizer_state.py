@@ -37,8 +37,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from hotset.determinism.object_graph import within_reach
-from hotset.determinism.rng import Generators
+from hotset.determinism.draws.rng import Generators
+from hotset.determinism.objects.object_graph import within_reach
 
 __all__ = ["Gradients", "HostState", "Rehearsal", "Saved"]
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from hotset.dataset.cached_dataset import Current
-from hotset.dataset.cached_stream import CachedStream, passes_of
+from hotset.dataset.streams.cached_stream import CachedStream, passes_of
 from hotset.loader.collate import bound
 from hotset.loader.index_route import Indices, Route, fetched
 from hotset.store.batch_layout import NotGathered

@@ -21,10 +21,10 @@ import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from hotset.store.array_leaf import ArrayLeaf
 from hotset.store.gather import Variable
+from hotset.store.leaves.array_leaf import ArrayLeaf
+from hotset.store.leaves.schema import Group, Node, Schema
 from hotset.store.ragged import Ragged
-from hotset.store.schema import Group, Node, Schema
 
 __all__ = ["Pad", "RaggedCollate", "bound", "is_known", "pad", "ragged"]
 

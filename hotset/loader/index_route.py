@@ -16,10 +16,10 @@ import numpy.typing as npt
 from torch.utils.data import ConcatDataset, Subset
 
 from hotset.dataset.cached_dataset import CachedDataset, Current, current_of, followed
-from hotset.dataset.cached_stream import CachedStream, passes_of
+from hotset.dataset.streams.cached_stream import CachedStream, passes_of
 from hotset.errors import ArgumentError
 from hotset.store.claims import Ids
-from hotset.store.schema import Schema
+from hotset.store.leaves.schema import Schema
 
 __all__ = ["Indices", "Route", "fetched", "route_to", "samples_in"]
 

@@ -36,9 +36,9 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from hotset._warnings import warn
 from hotset.dataset.cached_dataset import Current, current_of, fill_for_workers, pass_begins
-from hotset.dataset.cached_stream import CachedStream, followed_passes, passes_of
-from hotset.dataset.lost_threads import has_threads
-from hotset.determinism.rng import Generators
+from hotset.dataset.planning.lost_threads import has_threads
+from hotset.dataset.streams.cached_stream import CachedStream, followed_passes, passes_of
+from hotset.determinism.draws.rng import Generators
 from hotset.errors import ArgumentError, StateError
 from hotset.loader.batch_buffer import BlockCollate
 from hotset.loader.batch_builder import BatchBuilder, LocalGather, make_gather

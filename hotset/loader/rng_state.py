@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DistributedSampler, IterableDataset, Sampler
 
-from hotset.determinism.rng import GLOBAL, Generators, access
+from hotset.determinism.draws.rng import GLOBAL, Generators, access
 from hotset.errors import StateError
 
 __all__ = ["DAMAGE", "Beginning", "LocalGenerators", "damaged", "pack", "restore", "unpack", "unpack_states"]

@@ -31,8 +31,8 @@ from torch.utils.data import IterableDataset
 
 from hotset._warnings import warn
 from hotset.dataset.active_window import ActiveWindow, WindowPosition, positions_of
-from hotset.dataset.cached_stream import CachedStream
-from hotset.determinism.rng import Generators
+from hotset.dataset.streams.cached_stream import CachedStream
+from hotset.determinism.draws.rng import Generators
 from hotset.errors import StateError
 from hotset.loader.epoch_summary import EpochSummary
 from hotset.loader.remaining_batches import BatchCut, EpochPosition

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import RandomSampler, Sampler
 
-from hotset.dataset.cached_stream import CachedStream, passes_of
+from hotset.dataset.streams.cached_stream import CachedStream, passes_of
 
 __all__ = ["StreamSampler"]
 

@@ -1,6 +1,6 @@
 """How a loader reads what has no index: a stream in its first pass, and the rest of one that did not fit.
 
-Both are read by a loader of torch's over a :class:`hotset.dataset.stream_recording.StreamRecording`, which
+Both are read by a loader of torch's over a :class:`hotset.dataset.streams.recording.StreamRecording`, which
 records what goes by, or passes over what is recorded. That loader has the arguments of the loader that reads
 the stream. Only the number of workers may differ: a stream is divided among its workers, so the rest of it
 has to be read by as many as recorded it.
@@ -14,8 +14,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from hotset.dataset.cached_stream import CachedStream, followed_passes, passes_of
-from hotset.dataset.stream_recording import StreamRecording, StreamRest
+from hotset.dataset.streams.cached_stream import CachedStream, followed_passes, passes_of
+from hotset.dataset.streams.recording import StreamRecording, StreamRest
 from hotset.loader.state import EpochProgress
 from hotset.loader.stream_order import StreamSampler
 from hotset.loader.torch_batches import TorchBatches

@@ -29,8 +29,8 @@ import torch
 from torch.utils.data import Dataset, default_collate, default_convert, get_worker_info
 
 from hotset.dataset.parent_death import parent_death_signal
-from hotset.dataset.stream_recording import StreamRecording
-from hotset.determinism.rng import Generators
+from hotset.dataset.streams.recording import StreamRecording
+from hotset.determinism.draws.rng import Generators
 from hotset.loader.batch_buffer import BatchBuffer
 from hotset.loader.batch_builder import BatchBuilder, make_gather
 from hotset.loader.batch_order import WholeEpoch, whole_epoch

@@ -252,7 +252,7 @@ def _imported() -> Any:
     collects = gc.isenabled()
     gc.disable()
     try:
-        from hotset.dataset.memo import memo
+        from hotset.memoize.decorator import memo
     finally:
         if collects:
             gc.enable()
@@ -270,7 +270,7 @@ def _stand_in(name: str) -> Callable[..., Any]:
 
 def attach(options: Options) -> Any:
     """The job's store, held until it is left: ``functions()`` are its statistics."""
-    from hotset.dataset.memo_store import open_store
+    from hotset.memoize.memo_store import open_store
 
     return open_store(options.memory, options.spill, options.session)
 

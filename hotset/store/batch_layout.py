@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from hotset.store.array_leaf import ArrayLeaf
-from hotset.store.codecs import codec_named
-from hotset.store.python_leaves import NumberLeaf, NumbersLeaf, TextLeaf
-from hotset.store.schema import Group, Node, Schema
+from hotset.store.leaves.array_leaf import ArrayLeaf
+from hotset.store.leaves.codecs import codec_named
+from hotset.store.leaves.python_leaves import NumberLeaf, NumbersLeaf, TextLeaf
+from hotset.store.leaves.schema import Group, Node, Schema
 
 __all__ = ["BatchTree", "Column", "NotGathered", "torch_dtype"]
 
@@ -48,7 +48,7 @@ class Column:
         dtype: of the batch's tensor.
         shape: of one sample in it.
         permuted: the stored shape, and the permutation back from it, if samples are stored in the order that
-            they have in memory (:mod:`hotset.store.array_leaf`); otherwise None.
+            they have in memory (:mod:`hotset.store.leaves.array_leaf`); otherwise None.
         numbers: whether it is a list of numbers, of which collating makes a list: a tensor for each position.
             The column of a batch is that of shape (positions, samples).
     """

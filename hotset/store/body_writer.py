@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from hotset.store.format import PAGE, Checksum
-from hotset.store.schema import LARGE
+from hotset.store.leaves.schema import LARGE
 from hotset.store.segment import Segment
 
 __all__ = ["BodyWriter", "Unfilled"]

@@ -38,9 +38,9 @@ from hotset.store import irregular_records as forms
 from hotset.store.allocator import Allocator
 from hotset.store.claims import Claims, Ids, Index, Participant
 from hotset.store.format import PRESENT, Live, Slot
-from hotset.store.leaf import SchemaMismatch
+from hotset.store.leaves.leaf import SchemaMismatch
+from hotset.store.leaves.schema import Schema
 from hotset.store.records import Record, Records
-from hotset.store.schema import Schema
 from hotset.store.spill import Spill
 from hotset.store.torch_threads import HelperThread
 

@@ -32,15 +32,15 @@ import numpy.typing as npt
 import torch
 
 from hotset.store import format as fmt
-from hotset.store.array_leaf import ArrayLeaf
 from hotset.store.batch_layout import BatchTree, Column, NotGathered, torch_dtype
 from hotset.store.claims import Ids
 from hotset.store.format import PRESENT, ROW_MASK
-from hotset.store.leaf import Leaf
-from hotset.store.python_leaves import TextLeaf
+from hotset.store.leaves.array_leaf import ArrayLeaf
+from hotset.store.leaves.leaf import Leaf
+from hotset.store.leaves.python_leaves import TextLeaf
+from hotset.store.leaves.schema import Schema
 from hotset.store.ragged import Ragged
 from hotset.store.record_batch import RecordBatch, VariableTails, heads_of, runs
-from hotset.store.schema import Schema
 from hotset.store.segment import Words
 from hotset.store.spill import StagedBatch
 from hotset.store.store import Store

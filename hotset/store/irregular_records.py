@@ -1,8 +1,8 @@
 """Irregular records: a sample that does not have the common form is stored in a form of its own.
 
 An optional field, a key that is missing now and then, a list of another length: such a sample does not fit
-the schema (:mod:`hotset.store.schema`). Its record is a row of the common stride and a run of lines like any
-other, but the record itself describes its layout::
+the schema (:mod:`hotset.store.leaves.schema`). Its record is a row of the common stride and a run of lines
+like any other, but the record itself describes its layout::
 
     row      header | place of the tail | the body's beginning
     tail     the rest of the body
@@ -40,10 +40,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hotset.errors import SegmentError
-from hotset.store.array_leaf import ArrayLeaf
 from hotset.store.format import LINE, OWN_STAMP, RECORD_HEADER, TAIL, tail_word
-from hotset.store.leaf import SchemaMismatch
-from hotset.store.schema import LARGEST_RECORD, Group, Node, Prepared, Schema, infer, to_json, varied
+from hotset.store.leaves.array_leaf import ArrayLeaf
+from hotset.store.leaves.leaf import SchemaMismatch
+from hotset.store.leaves.schema import LARGEST_RECORD, Group, Node, Prepared, Schema, infer, to_json, varied
 
 __all__ = [
     "Flattened",

@@ -40,11 +40,11 @@ from hotset.store.claims import Ids, Index, Participant
 from hotset.store.fixed_rows import FixedRowAllocator
 from hotset.store.format import DRAWS, LINE, ON_DISK, OWN_STAMP, PRESENT, RECORD_HEADER, Live, Slot
 from hotset.store.key_table import EVICTABLE, VIEWED, KeyTable
-from hotset.store.schema import Schema
+from hotset.store.leaves.schema import Schema
+from hotset.store.leaves.strided import with_strides
 from hotset.store.segment import Segment, Words
 from hotset.store.spill import Spill, SpillTo
 from hotset.store.store import Store
-from hotset.store.strided import with_strides
 
 __all__ = ["MISSING", "KeyedAllocator", "KeyedIndex", "KeyedStore"]
 

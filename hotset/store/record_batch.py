@@ -20,7 +20,7 @@ from hotset.store.format import (
     checksums,
     split_tail,
 )
-from hotset.store.schema import Schema
+from hotset.store.leaves.schema import Schema
 from hotset.store.segment import Words
 
 __all__ = ["RecordBatch", "VariableTails", "heads_of", "runs"]

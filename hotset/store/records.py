@@ -21,7 +21,7 @@ import numpy.typing as npt
 from hotset.store import format as fmt
 from hotset.store import irregular_records as forms
 from hotset.store.format import PRESENT, RECORD, RECORD_HEADER
-from hotset.store.schema import Prepared, Schema
+from hotset.store.leaves.schema import Prepared, Schema
 from hotset.store.segment import Segment
 
 __all__ = ["Record", "Records", "lay_out"]

@@ -66,7 +66,7 @@ from hotset.store.format import (
     Live,
     split_tail,
 )
-from hotset.store.schema import Schema
+from hotset.store.leaves.schema import Schema
 from hotset.store.segment import Address, Words
 from hotset.store.store import Store
 

@@ -38,9 +38,9 @@ import numpy.typing as npt
 from hotset.store import format as fmt
 from hotset.store.format import CLAIMED, PRESENT, RECORD, RECORD_HEADER, Geometry, Live, Slot
 from hotset.store.fsck import content_problem
+from hotset.store.leaves.schema import Prepared, Schema
 from hotset.store.locks import Pauses
 from hotset.store.records import lay_out
-from hotset.store.schema import Prepared, Schema
 from hotset.store.segment import Address, Segment, require_index_room
 from hotset.store.store import Store
 from hotset.store.verification import FULL_CHECK

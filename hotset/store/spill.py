@@ -35,10 +35,10 @@ from hotset.store.allocator import Allocator
 from hotset.store.claims import Ids, Participant
 from hotset.store.format import ON_DISK, PAGE, RECORD, RECORD_HEADER, ROW_MASK, Geometry, Live, Slot
 from hotset.store.irregular_records import Flattened
+from hotset.store.leaves.schema import Schema
 from hotset.store.memory_limits import Headroom
 from hotset.store.record_batch import RecordBatch, VariableTails, heads_of
 from hotset.store.records import Record, Records
-from hotset.store.schema import Schema
 from hotset.store.segment import Address, Segment, Words, attach_second
 from hotset.units import format_bytes
 

@@ -55,8 +55,8 @@ from hotset.store.claims import Ids, Index, Participant
 from hotset.store.fill import Filler, Read
 from hotset.store.format import CLAIMED, PRESENT, RECORD_HEADER, ROW_MASK, Geometry, Live, Slot
 from hotset.store.fsck import check_segment, check_tiers
+from hotset.store.leaves.schema import Schema
 from hotset.store.record_batch import RecordBatch, VariableTails
-from hotset.store.schema import Schema
 from hotset.store.segment import Address, Segment, Words, require_index_room
 from hotset.store.spill import Spill, SpillTo, StagedBatch, attach_spill
 from hotset.store.verification import Verification

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from hotset.determinism.rng import Generators
+from hotset.determinism.draws.rng import Generators
 from hotset.errors import StateError
 from hotset.loader.rng_state import DAMAGE, damaged, pack, restore
 

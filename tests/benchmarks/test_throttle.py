@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 import hotset
 from benchmarks import throttle
 from benchmarks.throttle import Counts, Throttle
-from hotset.determinism.fingerprint import fingerprint
+from hotset.determinism.fingerprint.fingerprint import fingerprint
 from hotset.store.locks import lock
 
 SECOND = 10**9

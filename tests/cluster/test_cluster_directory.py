@@ -51,7 +51,7 @@ from hotset.cluster.wire_records import ABSENT, FULL, PENDING, TRUNCATED, CacheI
 from hotset.session import recovery, sessions
 from hotset.session.session_files import retire
 from hotset.store import fill
-from hotset.store.schema import Schema
+from hotset.store.leaves.schema import Schema
 from hotset.store.store import Store
 
 FINGERPRINT = b"0123456789abcdef"

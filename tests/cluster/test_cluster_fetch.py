@@ -34,7 +34,7 @@ from hotset.cluster.store_service import StoreService
 from hotset.cluster.wire_records import ABSENT, FULL, CacheIdentity, Longs, WireRecords
 from hotset.policy.rendezvous import Placement
 from hotset.store.format import LINE
-from hotset.store.schema import Schema
+from hotset.store.leaves.schema import Schema
 from hotset.store.store import Store
 
 D = 240

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 import hotset
-from hotset.determinism.fingerprint import fingerprint
+from hotset.determinism.fingerprint.fingerprint import fingerprint
 
 from .harness import SPAWNED, Compatibility, Program, numbers_of, write_objects
 from .object_server import served

@@ -28,8 +28,8 @@ from samples import image_and_label, opaque
 from sources import Counting, PlainError, ReadLog, Stalling, TwoArgumentError
 from stores import count, ids, opened, stored, wrong
 
-from hotset.dataset.prefetch_pool import PrefetchPool
-from hotset.dataset.prefetch_worker import Carried
+from hotset.dataset.prefetch.pool import PrefetchPool
+from hotset.dataset.prefetch.worker import Carried
 from hotset.errors import HotsetWarning
 from hotset.store.store import Store
 
@@ -520,8 +520,8 @@ def _program(body: str) -> Iterator[subprocess.Popen[str]]:
         import torch
         from samples import image_and_label
         from stores import ids
-        from hotset.dataset.prefetch_pool import PrefetchPool
-        from hotset.store.schema import Schema
+        from hotset.dataset.prefetch.pool import PrefetchPool
+        from hotset.store.leaves.schema import Schema
         from hotset.store.store import Store
 
         def read(i):

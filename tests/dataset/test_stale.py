@@ -32,7 +32,7 @@ from kills import in_child
 from torch.utils.data import Dataset
 
 import hotset
-from hotset.determinism.fingerprint import fingerprint
+from hotset.determinism.fingerprint.fingerprint import fingerprint
 from hotset.session import sessions
 from hotset.session.reports import report
 

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import Dataset
 
 import hotset
-from hotset.determinism.fingerprint import fingerprint
+from hotset.determinism.fingerprint.fingerprint import fingerprint
 
 N = 12
 

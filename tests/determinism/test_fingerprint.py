@@ -43,10 +43,10 @@ from helpers import often, rarely, rng_states
 from PIL import Image
 from torch.utils.data import Subset, TensorDataset
 
-from hotset.determinism import code_dependencies as codes
-from hotset.determinism.data_files import Files
 from hotset.determinism.declare import deterministic
-from hotset.determinism.fingerprint import Fingerprint, fingerprint
+from hotset.determinism.fingerprint.data_files import Files
+from hotset.determinism.fingerprint.fingerprint import Fingerprint, fingerprint
+from hotset.determinism.objects import code_dependencies as codes
 
 
 def of(source: object, *prefix: Callable[..., Any]) -> str:
@@ -1005,7 +1005,7 @@ def test_the_order_in_which_a_folder_lists_its_files_does_not_count(
 def test_only_the_first_files_of_a_large_folder_are_compared_and_that_is_noted(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hotset.determinism.data_files._FILES_OF_FOLDERS", 4)
+    monkeypatch.setattr("hotset.determinism.fingerprint.data_files._FILES_OF_FOLDERS", 4)
     assert fingerprint(folder).notes == (f"of the files in {folder} only the first 4 were compared",)
 
 

@@ -37,7 +37,7 @@ from programs import Programs
 
 import hotset
 from hotset.determinism.chain import leaves
-from hotset.determinism.rng import Generators
+from hotset.determinism.draws.rng import Generators
 from hotset.determinism.verdict import Verdict, verdict_of
 
 REPEATS = 64

@@ -18,8 +18,8 @@ import torch
 from helpers import rng_states
 from samples import image_and_label
 
-from hotset.determinism.probe import Probe, probe
-from hotset.determinism.rng import Generators
+from hotset.determinism.draws.probe import Probe, probe
+from hotset.determinism.draws.rng import Generators
 
 augment: Any = None  # a module of the user's, in a test below
 jitter_of_the_user: Any = None

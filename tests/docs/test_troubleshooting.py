@@ -28,10 +28,10 @@ COMPOSED: dict[tuple[str, str], tuple[str, ...]] = {
     ("cluster/client.py", "Peer.fail"): (),  # _warn says the rest
     ("cluster/client.py", "Peer.note_refusal"): (),
     ("dataset/build.py", "_current"): (
-        "dataset/memory_budget.py:memory_limit",
-        "dataset/memory_budget.py:window_sizes",
-        "dataset/memory_budget.py:_too_small",
-        "dataset/stream_probe.py:_order_warning",
+        "dataset/planning/memory_budget.py:memory_limit",
+        "dataset/planning/memory_budget.py:window_sizes",
+        "dataset/planning/memory_budget.py:_too_small",
+        "dataset/streams/probe.py:_order_warning",
     ),
     ("cli/doctor.py", "doctor"): ("cli/doctor.py:_no_loader",),
     ("dataset/cached_dataset.py", "CachedDataset._read_uncached"): (),
@@ -42,9 +42,11 @@ COMPOSED: dict[tuple[str, str], tuple[str, ...]] = {
         "dataset/cached_dataset.py:CachedDataset._has_changed",
     ),
     ("dataset/fill_now.py", "fill_now"): (),
-    ("dataset/memo_calls.py", "Calls._tell"): (),
-    ("dataset/planner.py", "_plan_by_reading"): ("dataset/lost_threads.py:polars_was_begun",),
-    ("dataset/prefetch_pool.py", "PrefetchPool._warn"): (),
+    ("memoize/calls.py", "Calls._tell"): (),
+    ("dataset/planning/planner.py", "_plan_by_reading"): (
+        "dataset/planning/lost_threads.py:polars_was_begun",
+    ),
+    ("dataset/prefetch/pool.py", "PrefetchPool._warn"): (),
     ("dataset/sample_access.py", "SampleAccess.bring"): (
         "dataset/source_reader.py:SourceReader._read_alone",
         "session/reclaim.py:sentence_about",

@@ -20,7 +20,7 @@ from observed import compare, record
 from PIL import Image
 
 import hotset
-from hotset.determinism.fingerprint import fingerprint
+from hotset.determinism.fingerprint.fingerprint import fingerprint
 from hotset.session import sessions
 
 datasets = pytest.importorskip("datasets")
@@ -158,7 +158,7 @@ def test_a_random_fingerprint_of_datasets_does_not_count() -> None:
 
 
 def test_large_files_count_by_path_and_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotset.determinism.arrow_tables.READ_WHOLE", 0)
+    monkeypatch.setattr("hotset.determinism.fingerprint.arrow_tables.READ_WHOLE", 0)
     made = on_disk(tmp_path / "a", rows())
     again = datasets.load_from_disk(str(tmp_path / "a"))
     assert digest(made) == digest(again) != digest(on_disk(tmp_path / "b", rows()))

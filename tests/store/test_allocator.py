@@ -29,8 +29,8 @@ from test_memory_limits import control_group
 import hotset
 from hotset.store import memory_limits as memory
 from hotset.store.format import LINE, PRESENT, ROW_MASK, Live, Slot
+from hotset.store.leaves.schema import Schema
 from hotset.store.memory_limits import Headroom
-from hotset.store.schema import Schema
 from hotset.store.store import Store
 
 MIB = 1 << 20
@@ -425,7 +425,7 @@ def image(i):
 _STORE = (
     _PRELUDE
     + """
-from hotset.store.schema import Schema
+from hotset.store.leaves.schema import Schema
 from hotset.store.store import Store
 store = Store.create(Schema.infer([image(0)], keep_order=True), 360, 4 << 30, about={})
 def right(i, value):
@@ -444,7 +444,7 @@ print(int((store.segment.index != 0).sum()), store.allocator.why_full, sep="|")
 _INDEX = (
     _PRELUDE
     + """
-from hotset.store.schema import Schema
+from hotset.store.leaves.schema import Schema
 from hotset.store.store import Store
 n = 20_000_000
 def image(i):

@@ -34,7 +34,7 @@ from hotset import HotsetWarning
 from hotset.determinism.equality import same
 from hotset.session import sessions
 from hotset.store.format import LINE, ON_DISK, OWN_FORM, RECORD, ROW_MASK, Live
-from hotset.store.schema import Schema
+from hotset.store.leaves.schema import Schema
 from hotset.store.spill import SpillTo
 from hotset.store.store import Store
 

@@ -13,8 +13,8 @@ from helpers import difference
 from PIL import ExifTags, Image
 
 import hotset
-from hotset.store.codecs import codec_of
-from hotset.store.leaf import SchemaMismatch
+from hotset.store.leaves.codecs import codec_of
+from hotset.store.leaves.leaf import SchemaMismatch
 
 FORMATS = ["JPEG", "PNG", "BMP", "GIF", "PPM", "WEBP", "JPEG2000", "TGA", "ICO", "PCX", "SGI"]
 MODES = ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "I", "F", "I;16", "RGBX", "LAB"]

@@ -43,9 +43,9 @@ from hotset.store.format import (
     tail_word,
 )
 from hotset.store.gather import Gather
+from hotset.store.leaves.schema import Schema
 from hotset.store.memory_limits import Headroom
 from hotset.store.ring import Ring
-from hotset.store.schema import Schema
 from hotset.store.store import Store
 
 M = 8

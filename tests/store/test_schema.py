@@ -34,10 +34,10 @@ from hypothesis import strategies as st
 from hotset.determinism.aliasing import copied
 from hotset.determinism.equality import same
 from hotset.errors import ArgumentError, SegmentError
-from hotset.store.array_leaf import TORCH_DTYPES, ArrayLeaf
-from hotset.store.codecs import register_codec
-from hotset.store.leaf import SchemaMismatch
-from hotset.store.schema import Schema
+from hotset.store.leaves.array_leaf import TORCH_DTYPES, ArrayLeaf
+from hotset.store.leaves.codecs import register_codec
+from hotset.store.leaves.leaf import SchemaMismatch
+from hotset.store.leaves.schema import Schema
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),

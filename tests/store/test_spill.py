@@ -45,8 +45,8 @@ from hotset.dataset.cached_dataset import current_of
 from hotset.session import spill_dirs as spills
 from hotset.store import segment as segment_module
 from hotset.store.format import LINE, ON_DISK, PRESENT, RECORD, RECORD_HEADER, ROW_MASK, Live, Slot
+from hotset.store.leaves.schema import Schema
 from hotset.store.memory_limits import Headroom
-from hotset.store.schema import Schema
 from hotset.store.spill import SpillTo
 from hotset.store.store import Store
 

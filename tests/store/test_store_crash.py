@@ -30,12 +30,12 @@ from stores import attached, clear_and_meanwhile, count, ids, opened, stored, wr
 import hotset.store
 from hotset import HotsetWarning
 from hotset.store.allocator import Allocator
-from hotset.store.array_leaf import ArrayLeaf
 from hotset.store.claims import Claims, Participant
 from hotset.store.fill import Filler
 from hotset.store.format import PRESENT, Live, Slot
+from hotset.store.leaves.array_leaf import ArrayLeaf
+from hotset.store.leaves.schema import Schema
 from hotset.store.records import Records
-from hotset.store.schema import Schema
 from hotset.store.segment import Segment
 from hotset.store.store import Store
 

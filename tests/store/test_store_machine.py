@@ -27,7 +27,7 @@ from stores import ids
 from hotset.determinism.equality import same
 from hotset.store.claims import Claims, Participant
 from hotset.store.format import PRESENT
-from hotset.store.schema import Schema
+from hotset.store.leaves.schema import Schema
 from hotset.store.store import Store
 
 N = 24

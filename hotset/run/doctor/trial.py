@@ -5,7 +5,7 @@ generators, files and caches stay as they are. It reads for some seconds, with t
 the program's own workers stopped, and writes one dictionary, on a line for each time that it knows more:
 
 ==========  ==============================================================================================
-``plan``    of :func:`hotset.cache` over the whole dataset, as :meth:`hotset.dataset.plan.Plan.to_dict`
+``plan``    of :func:`hotset.cache` over the whole dataset, as its ``plan.to_dict()`` gives it
 ``refused`` in place of it, the sentence with which hotset.cache refuses
 ``late``    whether that is because the trial did not come to its end
 ``given``   arguments of the program's loader that it, or a library's own kind of loader, has set
@@ -43,7 +43,7 @@ from torch.utils.data import DataLoader, Subset, default_collate, default_conver
 
 import hotset
 from hotset.dataset.parent_death import ParentDeathSignal, parent_death_signal
-from hotset.dataset.stream_source import is_stream
+from hotset.dataset.streams.source import is_stream
 from hotset.run.doctor.loop import LoaderSettings, StepLength
 from hotset.run.doctor.measured import LEAST_BATCHES, WORKER_SECONDS, MeasuredLoader, seconds_of, sentence_of
 from hotset.run.doctor.run_trial import try_run

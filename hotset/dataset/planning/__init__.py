@@ -1,0 +1,1 @@
+"""The plan: what is cached, found by reading a few samples and by cutting chains of transforms."""

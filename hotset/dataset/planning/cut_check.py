@@ -1,0 +1,73 @@
+"""Whether a dataset's own chains may be cut at all: samples are read whole and cut, and compared.
+
+A cut moves the rest of a chain behind the reading of the sample. What the dataset does around its chain then
+comes too early: it sets a seed and puts the generator back (``torch.random.fork_rng``), so that each sample
+has its own fixed crop; it puts a generator back between two chains, so that a picture and its mask get the
+same crop. No generator shows that, and the results are in the sample unchanged. But a sample that is read
+both ways from the same states of all generators differs then, or leaves other states.
+
+A sample that cannot be read whole, or differs in two whole readings from the same states, tells nothing. What
+the dataset does rarely, after a look at the result, shows in its code:
+:mod:`hotset.dataset.planning.call_sites`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from hotset.dataset.pipeline import ApplyAt, Chain, Cuts, Pipeline, Source
+from hotset.dataset.transform_attributes import with_transforms
+from hotset.determinism.chain import cut as cut_chain
+from hotset.determinism.chain import leaves
+from hotset.determinism.draws.rng import Generators
+from hotset.determinism.equality import same
+
+__all__ = ["differs_when_cut"]
+
+_SECONDS = 0.25
+_ROUNDS = 8
+
+
+def differs_when_cut(pipeline: Pipeline, cuts: Cuts, indices: Sequence[int]) -> bool:
+    """Whether one of these samples is another, or draws otherwise, with the dataset's own chains cut."""
+    cut = pipeline.cut(cuts)
+    own = tuple(step for step in cut.live if isinstance(step, ApplyAt))
+    if not own:
+        return False
+    cut = replace(cut, prefix=(), live=own, calls={})
+    found = zip(pipeline.attributes, cuts.paths, cuts.in_place, strict=True)
+    chains = {  # what works in place must not change what the dataset holds
+        attribute.name: Chain(cut_chain(attribute.chain, len(leaves(attribute.chain)))[0], copies=True)
+        for attribute, paths, in_place in found
+        if paths or in_place
+    }
+    whole = Source(with_transforms(pipeline.dataset, chains), (), (), ())
+    generators = Generators([pipeline.dataset])
+    before = generators.noted()
+    begun = time.perf_counter()
+    try:
+        for index in [*indices] * _ROUNDS:
+            first, again, other = (_reading(source, index, generators) for source in (whole, whole, cut))
+            if first is not None and same(first, again, across=True) is None:
+                if same(first, other, across=True) is not None:
+                    return True
+                generators.put(first[1])  # so that the next one draws otherwise, as in training
+                generators.note()
+            if time.perf_counter() - begun > _SECONDS:
+                break
+    finally:
+        generators.put(before)
+    return False
+
+
+def _reading(source: Source, index: int, generators: Generators) -> tuple[Any, dict[str, Any]] | None:
+    """A sample, and the states that reading it left, which are put back; None if it cannot be read."""
+    try:
+        return source.finish(source.read(index)), generators.states()
+    except Exception:  # training may never ask for it
+        return None
+    finally:
+        generators.restore()

@@ -1,0 +1,360 @@
+"""The plan: what is cached of a dataset, what stays live, and why, as text for users.
+
+:mod:`hotset.dataset.planning.planner` makes it.
+
+Where not all samples fit, :func:`remedies` says how much memory is missing and what would help, with figures.
+A later cut saves more work, and an earlier one may have smaller samples. The smallest are often the files
+themselves: a JPEG of 63 KiB is a picture of 549 KiB. The sizes of the files are looked up where the dataset
+holds their paths in a list as long as itself; where it does not, nothing is said about files.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from torch.utils.data import Subset
+
+from hotset.dataset.pipeline import Cuts
+from hotset.dataset.planning.cut_search import Row
+from hotset.dataset.window import Sizes
+from hotset.determinism.objects.object_graph import attributes
+from hotset.determinism.objects.safe_access import elements
+from hotset.session.job import this_job
+from hotset.session.session_definition import Session
+from hotset.units import format_bytes, format_seconds
+
+__all__ = ["Plan", "file_bytes", "remedies", "table"]
+
+# How much of a disk :mod:`hotset.store.spill` leaves free.
+_DISK_RESERVE = "64 MiB or a hundredth of the disk, whichever is more,"
+# A smaller sample is mentioned if it takes at most this share of one at the cut.
+_SMALLER = 0.6
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """What :func:`hotset.cache` decided; ``print(plan)`` shows it, and so do a prompt and a notebook.
+
+    Attributes:
+        name: the name of the dataset's class.
+        fingerprint: 32 hexadecimal digits that identify the source and its cached transforms, or the key.
+        rows: the dataset and its transforms, in the order in which they are applied: see
+            :class:`~hotset.dataset.planning.cut_search.Row`.
+        samples: the length of the dataset.
+        sample_bytes: mean bytes of a record, measured on the samples that were read; 0 if none can be cached.
+        sample_seconds: typical time to read one, cached transforms included, in one thread.
+        refused: the share of samples that cannot be cached, 0 to 1, estimated from those that were read.
+        limit: the bytes that the cache may take.
+        window: the sizes of the running window; None if all samples are used in each epoch.
+        spill: the folder for samples that do not fit into memory; None if there is none.
+        audited: whether hits are compared with the source now and then: not where a declaration is believed
+            against the evidence.
+        notes: sentences about how this was decided.
+        warnings: sentences that the user is warned with at once.
+        held: the bytes of ``limit`` that other caches of the session hold, or the machine does not have now.
+        stream: whether the dataset is an iterable one, whose length is known once it was read: ``samples``
+            is 0 before.
+    """
+
+    name: str
+    fingerprint: str
+    rows: tuple[Row, ...]
+    samples: int
+    sample_bytes: int
+    sample_seconds: float
+    refused: float
+    limit: int
+    window: Sizes | None
+    spill: str | None
+    audited: bool
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+    held: int = 0
+    stream: bool = False
+
+    @property
+    def cached(self) -> tuple[str, ...]:
+        """The names of the transforms that run once per sample, in order."""
+        return tuple(row.name for row in self.rows if row.cached)
+
+    @property
+    def live(self) -> tuple[str, ...]:
+        """The names of the transforms that run for each use, in order."""
+        return tuple(row.name for row in self.rows if not row.cached)
+
+    @property
+    def live_seconds(self) -> float:
+        """The typical seconds of the live transforms for a sample, as far as they were run."""
+        return sum(row.seconds or 0.0 for row in self.rows if not row.cached)
+
+    @property
+    def used(self) -> int:
+        """How many samples an epoch uses: all, or a window's residents."""
+        return self.window.resident if self.window is not None else self.samples
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all samples that can be cached; of a window, those that are prepared included."""
+        count = self.window.slots if self.window is not None else self.samples
+        return round(count * (1.0 - self.refused)) * self.sample_bytes
+
+    @property
+    def fits(self) -> float:
+        """The share of all samples, or of a window's, that can be cached and fit, 0 to 1."""
+        if not self.total_bytes:
+            return 0.0
+        return min(1.0, self.room / self.total_bytes) * (1.0 - self.refused)
+
+    @property
+    def room(self) -> int:
+        """The bytes that the cache may take now."""
+        return max(self.limit - self.held, 0)
+
+    def epoch_seconds(self, *, cached: bool = True) -> float:
+        """The seconds that the source and the transforms take in an epoch, in one process with one thread.
+
+        Args:
+            cached: from the second epoch on, with as much cached as fits; otherwise without a cache. Samples
+                on a disk count as cached: the disk's speed is not measured.
+        """
+        misses = 1.0 if not cached else self.refused if self.spill is not None else 1.0 - self.fits
+        return self.used * (misses * self.sample_seconds + self.live_seconds)
+
+    def steps_per_epoch(self, batch_size: int) -> int:
+        """The number of batches in an epoch, a smaller last one included."""
+        return math.ceil(self.used / batch_size)
+
+    def epochs_for(self, steps: int, batch_size: int) -> float:
+        """The number of epochs that this many steps take."""
+        return steps / self.steps_per_epoch(batch_size)
+
+    def about(self, memory: int | str, cuts: Cuts) -> dict[str, Any]:
+        """The plan as the cache's metadata hold it for the ranks that join, as JSON types.
+
+        Args:
+            memory: the user's ``memory=``.
+            cuts: where the chains are cut.
+        """
+        fields = "name fingerprint rows sample_bytes sample_seconds refused limit window audited"
+        return {
+            "job": this_job().offers,
+            "pid": os.getpid(),
+            "memory": memory,
+            "cuts": cuts.to_json(),
+            "spills_to": self.spill,
+            **{field: getattr(self, field) for field in fields.split()},
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of the plan, as JSON types. The keys are stable.
+
+        Returns:
+            ``name, fingerprint, samples, used, sample_bytes, sample_seconds, limit, held, room, total_bytes,
+            fits, spill, audited, notes, warnings`` are the attributes and properties. ``window`` is a
+            dictionary of :class:`~hotset.dataset.window.Sizes`, or None, and ``transforms`` a list of
+            dictionaries of :class:`~hotset.dataset.planning.cut_search.Row`, the dataset first. Times are in
+            seconds, sizes in bytes.
+
+        Example:
+            >>> import hotset, json, torch
+            >>> from torch.utils.data import TensorDataset
+            >>> plan = hotset.cache(TensorDataset(torch.arange(4)), memory="1MiB").plan
+            >>> json.loads(json.dumps(plan.to_dict()))["transforms"][0]["name"]
+            'TensorDataset'
+        """
+        plain = "name fingerprint samples used sample_bytes sample_seconds limit held room total_bytes fits"
+        return {
+            **{name: getattr(self, name) for name in (*plain.split(), "spill", "audited")},
+            "window": self.window._asdict() if self.window is not None else None,
+            "transforms": [row._asdict() for row in self.rows],
+            "notes": list(self.notes),
+            "warnings": list(self.warnings),
+        }
+
+    def _facts(self) -> list[tuple[str, str]]:
+        """The lines below the table of transforms, each with its label."""
+        if self.stream:
+            return self._stream_facts()
+        share = "all of them fit" if self.fits >= 1 else f"{self.fits:.0%} of them fit"
+        room = format_bytes(self.room)
+        if self.held:
+            room += f" ({format_bytes(self.limit)} less what others hold)"
+        if self.spill is not None and self.room < self.total_bytes:
+            share += f", the others go to {self.spill}, where {_DISK_RESERVE} stay free"
+        reads = f"{max(self.sample_seconds * 1e3, 1e-3):.3g} ms to read"
+        after, without = (format_seconds(self.epoch_seconds(cached=cached)) for cached in (True, False))
+        epochs = f"{after} of reading and transforming, {without} without the cache (one process, one thread)"
+        return [
+            ("dataset", f"{self.name}, {self.samples:,} samples"),
+            ("a sample", f"{format_bytes(self.sample_bytes)}, {reads}"),
+            *([("window", _window_text(self.window))] if self.window is not None else []),
+            ("memory", f"{room} for {format_bytes(self.total_bytes)}: {share}"),
+            ("an epoch", epochs),
+            ("fingerprint", self.fingerprint),
+            *(("note", note) for note in (*self.notes, *self.warnings)),
+        ]
+
+    def _stream_facts(self) -> list[tuple[str, str]]:
+        """As :meth:`_facts`, for a stream."""
+        read = (
+            f"{self.samples:,} samples, all recorded"
+            if self.samples
+            else "its length is known once it was read"
+        )
+        reads = f"{max(self.sample_seconds * 1e3, 1e-3):.3g} ms to read"
+        count = self.room // max(self.sample_bytes, 1)
+        beyond = f", the others go to {self.spill}, where {_DISK_RESERVE} stay free" if self.spill else ""
+        return [
+            ("dataset", f"{self.name}, a stream: {read}"),
+            ("a sample", f"{format_bytes(self.sample_bytes)}, {reads}"),
+            ("memory", f"{format_bytes(self.room)}, for about {count:,} samples{beyond}"),
+            ("fingerprint", self.fingerprint),
+            *(("note", note) for note in (*self.notes, *self.warnings)),
+        ]
+
+    def __str__(self) -> str:
+        return "\n".join([table(self.rows), *(f"{label:<12} {text}" for label, text in self._facts())])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """As a notebook shows it."""
+        steps = [_html_row(cells, "td" if number else "th") for number, cells in enumerate(_cells(self.rows))]
+        facts = [_html_row(fact, "td") for fact in self._facts()]
+        return f"<table>{''.join(steps)}</table><table>{''.join(facts)}</table>"
+
+
+def _window_text(window: Sizes) -> str:
+    seen = window.epochs_until_all_seen
+    rate = f"{window.replaced:,} {'is' if window.replaced == 1 else 'are'} replaced after each epoch"
+    if window.auto:
+        rate = f"as many as are ready, up to {window.replaced:,}, are replaced after each epoch"
+    when = "the others are never used" if seen is None else f"all are seen after {seen:,} epochs"
+    return f"{window.resident:,} of {window.samples:,} samples are resident, {rate}, and {when}"
+
+
+def _html_row(cells: Sequence[str], tag: str) -> str:
+    shown = "".join(f'<{tag} style="text-align: left">{html.escape(cell)}</{tag}>' for cell in cells)
+    return f"<tr>{shown}</tr>"
+
+
+def _cells(rows: tuple[Row, ...]) -> list[tuple[str, str, str, str, str]]:
+    """The transforms, one line each, under a heading."""
+    lines = [("", "", "ms", "bytes", "")]
+    for row in rows:
+        seconds = "" if row.seconds is None else f"{row.seconds * 1e3:.3g}"
+        size = "" if row.bytes is None else format_bytes(row.bytes)
+        where = "cached" if row.cached else "live"
+        lines.append((where, row.name, seconds, size, f"{row.kind}: {row.evidence}"))
+    return lines
+
+
+def table(rows: tuple[Row, ...]) -> str:
+    """The transforms as text, one line each."""
+    lines = _cells(rows)
+    widths = [max(len(line[column]) for line in lines) for column in range(4)]
+    return "\n".join(
+        f"{where:<{widths[0]}}  {name:<{widths[1]}}  {ms:>{widths[2]}}  {size:>{widths[3]}}  {why}".rstrip()
+        for where, name, ms, size, why in lines
+    )
+
+
+# ---- where not all samples fit ---------------------------------------------------------------------------
+
+
+def remedies(plan: Plan, session: Session | None, free: int, files: float | None) -> list[str]:
+    """Sentences about what would make more samples fit; none if all fit, or with a spill or a window.
+
+    Args:
+        plan: the plan, without these sentences.
+        session: the session of the cache; None for a cache of this job.
+        free: the bytes of memory that the machine has left.
+        files: mean bytes of a sample's files; None if that is not known.
+    """
+    missing = plan.total_bytes - plan.room
+    if not plan.sample_bytes or missing <= 0 or plan.spill is not None or plan.window is not None:
+        return []
+    ways = []
+    if session is not None:
+        needed = format_bytes(session.memory + missing + (missing >> 5))
+        # The user types this size: "1.5 GiB" would be two words in a shell.
+        if missing <= free:
+            ways.append(f"`hotset session resize {session.name} --memory {needed.replace(' ', '')}`")
+        ways.append("a session with `--spill FOLDER`")
+    else:
+        if plan.total_bytes <= free:
+            ways.append(f'memory="{format_bytes(plan.total_bytes * 1.03)}"')
+        ways.append("spill=, a folder on a disk for the samples that do not fit")
+        resident = format_bytes(plan.room)
+        ways.append(f'window=hotset.Window(resident="{resident}"), which trains on one part at a time')
+    return [
+        f"{format_bytes(missing)} more are needed for all samples; what would help: {', or '.join(ways)}",
+        *_smaller(plan, files),
+    ]
+
+
+def _smaller(plan: Plan, files: float | None) -> list[str]:
+    """Sentences about points of the pipeline at which samples are smaller than at the cut."""
+    sizes = [
+        (row.bytes, number, row.name) for number, row in enumerate(plan.rows) if row.cached and row.bytes
+    ]
+    sentences = []
+    least, number, name = min(sizes, default=(plan.sample_bytes, 0, ""))
+    cut = format_bytes(plan.sample_bytes)
+    if least < _SMALLER * plan.sample_bytes:
+        sentences.append(
+            f"after {name} a sample takes {format_bytes(least)}, and {cut} at the cut: with cut={number} "
+            f"{_share(plan, least)} of them fit, and the transforms that follow run for each use"
+        )
+    if files is not None and files < _SMALLER * min(least, plan.sample_bytes):
+        sentences.append(
+            f"the files have {format_bytes(files)} a sample, and what is cached of one has {cut}: if the "
+            "dataset returned the files' bytes, and the first step of transform= decoded them, with cut=0 "
+            f"{_share(plan, files)} would fit, and be decoded for each use"
+        )
+    return sentences
+
+
+def _share(plan: Plan, size: float) -> str:
+    return f"{min(1.0, plan.room / (plan.used * size)):.0%}"
+
+
+def file_bytes(dataset: Any, indices: Sequence[int]) -> float | None:
+    """The mean bytes of these samples' files; None if the dataset does not hold their paths.
+
+    Example:
+        >>> file_bytes([("/bin/sh", 3)], [0]) == os.stat("/bin/sh").st_size
+        True
+        >>> file_bytes([("no file", 3)], [0]) is None
+        True
+    """
+    while isinstance(dataset, Subset):
+        indices, dataset = [dataset.indices[index] for index in indices], dataset.dataset
+    held = [dataset] if isinstance(dataset, (list, tuple)) else list(attributes(dataset).values())
+    held = [elements(each) for each in held if issubclass(type(each), (list, tuple))]
+    lists = [each for each in held if len(each) == len(dataset)]
+    sizes = []
+    for index in indices:
+        paths = {path for each in lists for path in _paths(each[index])}
+        try:
+            sizes.append(sum(os.stat(path).st_size for path in paths))
+        except (OSError, ValueError):  # a string that is not a path
+            return None
+        if not paths:
+            return None
+    return sum(sizes) / len(sizes) if sizes else None
+
+
+def _paths(entry: Any) -> list[str]:
+    """The paths of existing files in an item: the item itself, or its parts."""
+    parts = (
+        entry.values() if isinstance(entry, dict) else entry if isinstance(entry, (list, tuple)) else [entry]
+    )
+    found = [os.fspath(part) for part in parts if isinstance(part, (str, PurePath))]
+    return [path for path in found if os.path.isfile(path)]

@@ -1,0 +1,378 @@
+"""Planning: what is cached and what stays live, decided once from a few real samples.
+
+:mod:`hotset.dataset.planning.cut_search` decides where the chains are cut. The part before the cut is then
+run twice on each of a few samples: if the source moves a random number generator, or returns another sample
+the second time, a cache would repeat one draw in all epochs. If only some of the samples do that, these come
+from the source for each use, as are others that are found later (:mod:`hotset.determinism.draws.draw_watch`).
+
+If the part before the cut has transforms of unknown structure, these stay live after all; otherwise caching
+is refused, with an error that says where to put the random part. A declaration by the user is believed.
+
+The fingerprint is taken before any sample is read: reading changes some sources, and then ranks of one job
+would not find their common cache. The rank that makes the cache stores its findings in the cache's metadata
+(:meth:`Plan.about`); the others take these (:func:`joined_plan`) and read nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from hotset.dataset.arguments import CacheOptions
+from hotset.dataset.held_attributes import HeldAttributes, Room
+from hotset.dataset.identity import Identity, NotShared, unshareable
+from hotset.dataset.pipeline import Cuts, Pipeline, Source
+from hotset.dataset.planning.cut_search import CutChoice, Row, choose
+from hotset.dataset.planning.lost_threads import has_threads, polars_was_begun
+from hotset.dataset.planning.memory_budget import held_by_others, memory_limit, window_sizes
+from hotset.dataset.planning.plan import Plan, file_bytes, remedies
+from hotset.dataset.planning.source_judgement import judge_source
+from hotset.dataset.source_reader import seconds_in_groups
+from hotset.dataset.streams.probe import batch_size_of, has_shuffle
+from hotset.dataset.streams.source import StreamSource
+from hotset.dataset.window import Sizes
+from hotset.determinism.chain import leaves
+from hotset.determinism.declare import declared
+from hotset.determinism.draws.probe import Probe, probe
+from hotset.determinism.timing import Timed
+from hotset.determinism.verdict import name_of, verdict_of
+from hotset.errors import NotCacheable, SegmentError
+from hotset.session.session_definition import Session
+from hotset.store import irregular_records as forms
+from hotset.store import memory_limits as machine
+from hotset.store.format import LINE
+from hotset.store.leaves.leaf import SchemaMismatch
+from hotset.store.leaves.schema import Schema
+from hotset.store.torch_threads import one_thread
+from hotset.store.verification import FULL_CHECK
+
+__all__ = ["PlanResult", "found_plan", "joined_plan", "make_plan"]
+
+_PROBED = 8
+_PROBE_SECONDS = 1.0
+_SPARE_IDS = 4096
+_SHUFFLES_LEFT_OUT = "; its shuffles were left out of these runs"
+_BYTES_PER_ID = 128  # of a stream's room, a sixteenth at most is index
+
+
+class PlanResult(NamedTuple):
+    """What :func:`make_plan` found out.
+
+    Attributes:
+        plan: the plan as shown to the user.
+        source: the dataset and its chains, cut.
+        cuts: where they are cut.
+        schema: the schema of the samples at the cut; None if nothing can be cached.
+        metadata: further metadata of the cache, besides :meth:`Plan.about`.
+    """
+
+    plan: Plan
+    source: Source
+    cuts: Cuts
+    schema: Schema | None
+    metadata: Mapping[str, Any] = MappingProxyType({})
+
+
+def joined_plan(
+    pipeline: Pipeline, options: CacheOptions, identity: Identity, about: dict[str, Any]
+) -> PlanResult:
+    """The plan of a rank that takes a cache which another rank has made; nothing is read.
+
+    Args:
+        pipeline: the dataset and its chains.
+        options: the user's arguments; for ``memory``, those of the first rank are in effect.
+        identity: the dataset's identity.
+        about: the metadata of that cache: see :meth:`Plan.about`.
+
+    Raises:
+        SegmentError: the cache is of other samples or other transforms.
+    """
+    cuts = Cuts.from_json(about["cuts"])
+    try:
+        source = pipeline.cut(cuts)
+    except ValueError as error:  # the numbers of transforms differ
+        raise SegmentError("the cache is of another chain of transforms.") from error
+    rows = _joined_rows(pipeline.steps(cuts), [Row(*row) for row in about["rows"]])
+    found = identity.fingerprint(pipeline, cuts, source)
+    plan = Plan(
+        name=pipeline.name,
+        fingerprint=found.digest,
+        rows=rows,
+        samples=len(pipeline.dataset),
+        sample_bytes=about["sample_bytes"],
+        sample_seconds=about["sample_seconds"],
+        refused=about["refused"],
+        limit=about["limit"],
+        window=Sizes(*about["window"]) if about["window"] is not None else None,
+        spill=about["spills_to"],
+        audited=about["audited"],
+        notes=(),
+        warnings=(),
+    )
+    if plan.fingerprint != about["fingerprint"]:
+        raise SegmentError("the cache is of other samples.")
+    whose = "this job" if options.session is None else f"a job in session {options.session.name!r}"
+    notes = [f"process {about['pid']} of {whose} made the cache, and read the samples for this plan"]
+    memory, used = options.given.memory, about["memory"]
+    if memory not in ("auto", used):
+        notes.append(f"memory={memory!r} has no effect: the cache was made with memory={used!r}")
+    metadata = {"moved": about.get("moved", [])}
+    return PlanResult(replace(plan, notes=(*notes, *found.notes)), source, cuts, None, metadata)
+
+
+def _joined_rows(steps: list[Any], rows: list[Row]) -> tuple[Row, ...]:
+    """The rows of a cache that another rank has made, with this rank's own live transforms.
+
+    Raises:
+        SegmentError: the cache is of other transforms.
+    """
+    live = [step for step, row in itertools.zip_longest(steps, rows[1:]) if row is None or not row.cached]
+    kept = [row for row in rows[1:] if row.cached]
+    names = [name_of(step) for step in steps]
+    if names == [row.name for row in rows[1:]]:
+        return tuple(rows)
+    if [row.name for row in kept] != names[: len(kept)]:
+        raise SegmentError("the cache is of other transforms.")
+    found = map(verdict_of, live)
+    return (*rows[:1], *kept, *(Row(v.name, v.kind, v.evidence, None, None, False) for v in found))
+
+
+def make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) -> PlanResult:
+    """Read a few samples and decide.
+
+    Raises:
+        NotCacheable, ArgumentError, QuantityError: see :func:`hotset.cache`.
+        NotShared: ``session`` was given, but no other process could recognise what is cached.
+    """
+    unread = HeldAttributes(pipeline.dataset, _steps(pipeline))
+    try:
+        # On a busy machine, a transform's time would be the time that torch's threads wait for each other.
+        result = one_thread(lambda: _plan_by_reading(pipeline, options, identity, unread))
+    finally:
+        unread.put_back()
+    if isinstance(pipeline.dataset, StreamSource):
+        return _plan_of_stream(pipeline.dataset, result, alone=bool(identity.unknowns))
+    return result
+
+
+def _plan_by_reading(
+    pipeline: Pipeline, options: CacheOptions, identity: Identity, unread: HeldAttributes
+) -> PlanResult:
+    """Read, put the dataset's attributes back to what they were ``unread``, and describe what was found."""
+    dataset, name = pipeline.dataset, pipeline.name
+    limit, warned = memory_limit(options)
+    held = held_by_others(options.session, limit)
+    compared = HeldAttributes(dataset, _steps(pipeline), Room.larger())
+    had_polars = has_threads("polars")
+    choice, source, probed = _decide(pipeline, options, limit - held)
+    if not had_polars and has_threads("polars"):
+        warned.append(polars_was_begun(name))
+    # With a live part, samples are read one by one, otherwise in batches: see hotset.store.leaves.array_leaf.
+    schema, sample_bytes, refused = _infer_schema(probed.samples, keep_order=bool(source.live))
+    judged, believed = judge_source(dataset, source, probed, stored=schema is not None)
+    if isinstance(dataset, StreamSource) and not believed:
+        judged = []  # it keeps its first samples, so they are alike: the note of its own probe tells more
+    notes = [*choice.notes, *judged, *_notes_on_checks(source)]
+    share = 0.0
+    if schema is None:
+        warned.append(f"nothing of {name} can be cached, so samples come from the source: {refused[0]}.")
+    elif refused:
+        share = len(refused) / len(probed.samples)
+        notes.append(
+            f"{len(refused)} of the {len(probed.samples)} samples that were read cannot be cached, and come "
+            f"from the source for each use: {refused[0]}"
+        )
+    sizes, limit, sentences = window_sizes(options, len(dataset), sample_bytes, limit)
+    rows = choice.rows
+    if len(rows) == 1:  # without transforms, nothing was measured yet
+        rows = (rows[0]._replace(seconds=probed.seconds, bytes=sample_bytes or None),)
+    moved = compared.moved()
+    unread.put_back()
+    found = identity.fingerprint(pipeline, choice.cuts, source)
+    if found.unknowns and options.session is not None:
+        raise NotShared(unshareable(found.unknowns))
+    plan = Plan(
+        name=name,
+        fingerprint=found.digest,
+        rows=rows,
+        samples=len(dataset),
+        sample_bytes=sample_bytes,
+        sample_seconds=probed.seconds,
+        refused=share,
+        limit=limit,
+        window=sizes,
+        spill=_spill_folder(options),
+        audited=not believed and not source.batched,
+        notes=(*notes, *found.notes, *([unshareable(found.unknowns)] if found.unknowns else [])),
+        warnings=(*warned, *sentences),
+        held=held,
+    )
+    plan = _advised(plan, options.session, file_bytes(dataset, _spread(len(dataset))))
+    return PlanResult(plan, source, choice.cuts, schema, {"moved": moved})
+
+
+def _steps(pipeline: Pipeline) -> list[Any]:
+    own = [step for attribute in pipeline.attributes for step in leaves(attribute.chain)]
+    return [*own, *leaves(pipeline.given)]
+
+
+def _notes_on_checks(source: Source) -> list[str]:
+    """Notes on how what the cache returns is checked."""
+    notes = []
+    if source.batched:
+        notes.append(
+            "cached samples are not compared with the source while training: the last bits of what "
+            f"{source.batched[0]!r} returns may depend on how many samples it is given"
+        )
+    if FULL_CHECK:
+        notes.append(
+            "this processor may reorder stores, so each read of the cache is verified, which costs time"
+        )
+    return notes
+
+
+def _plan_of_stream(stream: StreamSource, result: PlanResult, *, alone: bool) -> PlanResult:
+    """The plan of a stream, from a plan that was made with its first samples.
+
+    From now on an index is a sample id. The cache has room for as many ids as records fit, twice: ids count
+    through all parts, and some parts are longer than others.
+
+    Args:
+        stream: the stream.
+        result: the plan.
+        alone: whether no other process can use the cache.
+    """
+    probed, plan = stream.probe(), result.plan
+    shuffles = has_shuffle(stream.stream)
+    stream.divided(1, 1)
+    room = plan.limit
+    if plan.spill is not None:
+        with contextlib.suppress(OSError):
+            room += shutil.disk_usage(os.path.dirname(plan.spill) or "/").free
+    size = max(plan.sample_bytes, result.schema.stride if result.schema is not None else 1)
+    first, *steps = plan.rows
+    plan = replace(
+        plan,
+        samples=min(2 * room // size, room // _BYTES_PER_ID) + _SPARE_IDS,
+        sample_seconds=plan.sample_seconds + probed.seconds,
+        rows=(first._replace(name=stream.name, seconds=probed.seconds), *steps),
+        audited=False,
+        stream=True,
+        notes=(probed.note + (_SHUFFLES_LEFT_OUT if shuffles else ""), *plan.notes),
+        warnings=(*plan.warnings, *((probed.warning,) if probed.warning is not None else ())),
+    )
+    metadata = {
+        "stream_draws": probed.draws,
+        "stream_entropy": probed.entropy,
+        "stream_own": probed.own,
+        "stream_shuffled": probed.shuffled or shuffles,
+        "stream_alone": alone,
+        "stream_batches": batch_size_of(probed.samples),
+    }
+    return result._replace(plan=plan, metadata=metadata)
+
+
+def found_plan(result: PlanResult, session: Session, left: int) -> PlanResult:
+    """The plan of a cache that was found in a session, with the memory that is available there now.
+
+    Args:
+        result: the plan of the cache.
+        session: the session.
+        left: bytes that the cache may hold, its present content included.
+    """
+    plan = replace(result.plan, held=max(result.plan.limit - left, 0))
+    return result._replace(plan=_advised(plan, session, None))
+
+
+def _advised(plan: Plan, session: Session | None, sample_file: float | None) -> Plan:
+    """The plan, with what would help where not all samples fit."""
+    advice = remedies(plan, session, machine.headroom().bytes, sample_file)
+    return replace(plan, notes=(*plan.notes, *advice))
+
+
+def _spill_folder(options: CacheOptions) -> str | None:
+    if options.session is not None:
+        return options.session.spill if options.given.spill is not False else None
+    return options.given.spill or None
+
+
+def _decide(pipeline: Pipeline, options: CacheOptions, limit: int) -> tuple[CutChoice, Source, Probe]:
+    """Cut and probe. If the probe finds randomness, do so again with transforms of unknown structure live."""
+    if declared(pipeline.dataset) == "nondeterministic":
+        raise NotCacheable(
+            f"{pipeline.name} is declared @hotset.nondeterministic, so nothing of it may be cached; move its "
+            "random part to transform=, after the part that may be cached."
+        )
+    if options.given.window is not None:
+        limit = sys.maxsize  # the user gives the number of residents: smaller samples do not raise it
+    choice = choose(pipeline, limit, options.given.strict, options.given.cut)
+    source = pipeline.cut(choice.cuts)
+    probed = _probe(source, len(pipeline.dataset))
+    if (probed.moved or probed.differs) and choice.probed and options.given.cut is None:
+        choice = choose(pipeline, limit, True, None)
+        reason = (*probed.moved, *probed.differs)[0]
+        note = f"transforms that are deterministic only by their trial stay live, as {reason}"
+        choice = replace(choice, notes=(*choice.notes, note))
+        source = pipeline.cut(choice.cuts)
+        probed = _probe(source, len(pipeline.dataset))
+    return choice, source, probed
+
+
+_NOT_BY_NUMBER = (
+    "hotset.cache reads samples by the indices 0 to {:,}, and none of those that it tried could be read. A "
+    "dataset that takes other indices (names, pairs) cannot be cached: memoise the function that reads a "
+    "sample, with hotset.memo."
+)
+
+
+def _probe(source: Source, length: int) -> Probe:
+    """Read samples spread over the dataset twice each, as many as the time allows, at least two.
+
+    A sample that cannot be read is left out: training may never ask for it. If none can be read, the
+    dataset's own exception is raised.
+    """
+    spread = _spread(length)
+    # From both ends inwards: in sorted datasets, lengths and shapes differ most between the ends.
+    inwards = sorted(spread, key=lambda index: min(index, length - 1 - index))
+    held = (source.dataset, source.prefix)
+    timed = Timed(source.read)
+    try:
+        found = probe(timed, inwards, held, seconds=_PROBE_SECONDS, forgive=(Exception,))
+    except (LookupError, TypeError) as error:
+        numbered_here = isinstance(source.dataset, StreamSource)  # not by the user's dataset
+        if not numbered_here and hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(_NOT_BY_NUMBER.format(length - 1))
+        raise
+    seconds = timed.seconds
+    if getattr(source.dataset, "__getitems__", None) and not found.moved:
+        seconds = seconds_in_groups(lambda indices: list(source.read_many(indices)), seconds, length)
+    return replace(found, seconds=seconds)
+
+
+def _spread(length: int) -> list[int]:
+    return sorted({i * (length - 1) // max(_PROBED - 1, 1) for i in range(_PROBED)})
+
+
+def _infer_schema(samples: list[Any], *, keep_order: bool) -> tuple[Schema | None, int, list[SchemaMismatch]]:
+    """The schema of samples, the mean bytes of their records, and a reason for each that cannot be cached.
+
+    Without a schema none of them can be, for one reason.
+    """
+    try:
+        schema = Schema.infer(samples, keep_order=keep_order)
+    except SchemaMismatch as mismatch:
+        return None, 0, [mismatch]
+    sizes, refused = [], []
+    for sample in samples:
+        try:
+            sizes.append(schema.stride + LINE * forms.prepare(schema, sample).tail_lines)
+        except SchemaMismatch as mismatch:
+            refused.append(mismatch)
+    return schema, sum(sizes) // max(len(sizes), 1), refused

@@ -1,0 +1,269 @@
+"""Recorders: what a dataset does with its own chains of transforms, seen by reading a few samples.
+
+A :class:`Recorder` takes the place of a chain in a copy of the dataset while a sample is read. It shows how
+often the chain is called, with what, from where, and where in the sample its results are: these are the very
+objects that the recorder returned. A dataset that copies or processes them has them nowhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from hotset.dataset.pipeline import Chain, Pipeline, SamplePath, Transform
+from hotset.dataset.planning.call_sites import CallSite, call_sites
+from hotset.dataset.source_reader import seconds_in_groups
+from hotset.dataset.transform_attributes import TRANSFORM_NAMES, with_transforms
+from hotset.determinism.aliasing import owns_all
+from hotset.determinism.chain import Values
+from hotset.determinism.equality import content_digests
+from hotset.determinism.timing import typical
+
+__all__ = ["RecordedSamples", "Recorder", "find_paths", "passes_shared_objects", "recorded"]
+
+_SAMPLES = 4
+_READ_SECONDS = 0.25
+_MOST_TIMES = 500  # in a row with one value: crops of one picture are some tens
+
+
+class Recorder(Chain):
+    """Replaces a dataset's own chain while a sample is read, and records its inputs and outputs.
+
+    It always returns a copy, as the dataset may process the output further in place. A dataset that calls its
+    chain with one value until it likes what a random transform made of it would never end: it gets an error.
+
+    Attributes:
+        inputs: for each call the value, or :class:`Values`.
+        keyword_calls: the arguments of each call with keywords, as albumentations' chains are called.
+        first_called, last_called: when it was called, to tell which of two chains comes first.
+        callers: for each call, where it came from.
+        outputs: for each call what was returned.
+        digests: for each output its digests at that time.
+        seconds: the sum over all calls.
+    """
+
+    def __init__(self, parts: Sequence[Transform] = ()) -> None:
+        super().__init__(parts, copies=True)
+        self.inputs: list[Any] = []
+        self.keyword_calls: list[dict[str, Any]] = []
+        self.callers: list[tuple[CallSite, ...]] = []
+        self.outputs: list[Any] = []
+        self.digests: list[dict[str, bytes]] = []
+        self.first_called = self.last_called = 0
+        self.seconds = 0.0
+        self._last: Any = None
+        self._times_last = 0
+
+    @property
+    def irregular(self) -> bool:
+        """Whether it was called with keywords, or without a value."""
+        return bool(self.keyword_calls)
+
+    def __call__(self, *values: Any, **named: Any) -> Any:
+        if named or not values:
+            self.keyword_calls.append(named)
+            raise TypeError("called with keywords")
+        if values[0] is self._last:
+            self._times_last += 1
+            if self._times_last > _MOST_TIMES:
+                raise RuntimeError("called again and again with one value")
+        else:
+            self._last, self._times_last = values[0], 1
+        self.last_called = time.perf_counter_ns()
+        self.first_called = self.first_called or self.last_called
+        self.inputs.append(values[0] if len(values) == 1 else Values(values))
+        self.callers.append(call_sites(recorded.__code__))
+        output = super().__call__(*values)
+        self.outputs.append(output)
+        self.digests.append(content_digests(output))
+        self.seconds += (time.perf_counter_ns() - self.last_called) / 1e9
+        return output
+
+
+def recorded(
+    pipeline: Pipeline, index: int, prefixes: Sequence[Sequence[Transform] | None]
+) -> tuple[Any, list[Recorder]]:
+    """Read a sample with these first parts in place of the dataset's own chains; None leaves a chain there.
+
+    Returns:
+        The sample, and the recorder of each chain. If the dataset raises after all recorders were called, or
+        after one was called with keywords, the exception is returned in place of the sample: the dataset may
+        not accept what the recorder returned.
+
+    Raises:
+        Exception: what the dataset raises before that.
+    """
+    recorders = [Recorder(parts or ()) for parts in prefixes]
+    named = {
+        attribute.name: recorder
+        for attribute, recorder, parts in zip(pipeline.attributes, recorders, prefixes, strict=True)
+        if parts is not None
+    }
+    try:
+        return with_transforms(pipeline.dataset, named)[index], recorders
+    except Exception as error:
+        if any(recorder.irregular for recorder in recorders) or all(r.outputs for r in named.values()):
+            return error, recorders
+        raise
+
+
+def find_paths(sample: Any, recorder: Recorder) -> tuple[SamplePath, ...] | None:
+    """The path of each of a chain's results in the sample; None unless each is there exactly once."""
+    if recorder.irregular or not recorder.outputs or len(recorder.outputs) < len(recorder.inputs):
+        return None
+    results: list[Any] = []
+    for inputs, output, before in zip(recorder.inputs, recorder.outputs, recorder.digests, strict=True):
+        now = content_digests(output)
+        if any(now.get(part, digest) != digest for part, digest in before.items() if part):
+            return None  # changed in place since; something added to the sample itself changes no result
+        if not isinstance(inputs, Values):
+            results.append(output)
+        elif len(recorder.outputs) == 1 and isinstance(output, tuple) and len(output) == len(inputs):
+            results += output
+        else:
+            return None
+    found = [_find(sample, result) for result in results]
+    paths = tuple(each[0] for each in found if len(each) == 1)
+    return paths if len(paths) == len(results) == len(set(paths)) else None
+
+
+def passes_shared_objects(pipeline: Pipeline, index: int) -> list[bool]:
+    """For each of a dataset's own chains, whether its input is also referred to by another object.
+
+    ``__getitem__`` itself refers to the input while it runs, so the references are counted after it returned.
+    """
+    _, recorders = recorded(pipeline, index, [()] * len(pipeline.attributes))
+    given: list[list[Any]] = []
+    while recorders:
+        recorder = recorders.pop(0)
+        inputs = [
+            value for each in recorder.inputs for value in (each if isinstance(each, Values) else [each])
+        ]
+        inputs += [value for named in recorder.keyword_calls for value in named.values()]
+        given.append(list({id(value): value for value in inputs}.values()))
+    del recorder, inputs, _
+    return [not owns_all(values) for values in given]
+
+
+def _find(sample: Any, target: Any, depth: int = 0) -> list[SamplePath]:
+    """Every path at which this very object is in a sample."""
+    if sample is target:
+        return [()]
+    if depth > 4:
+        return []
+    items: Any = ()
+    if type(sample) is dict:
+        items = sample.items()
+    elif isinstance(sample, (list, tuple)):
+        items = enumerate(sample)
+    return [(key, *rest) for key, part in items for rest in _find(part, target, depth + 1)]
+
+
+class RecordedSamples:
+    """A few samples of a dataset, read with recorders in place of its own chains.
+
+    If that fails for all, one is read without recorders: some datasets check the type of their chain.
+
+    Args:
+        pipeline: the dataset and its chains; nothing is read if there are none.
+
+    Raises:
+        Exception: what the dataset raises on all samples.
+
+    Attributes:
+        samples: the samples, or the exceptions that :func:`recorded` returned in their place.
+        recorders: for each sample, the recorder of each chain; none if it was read without.
+        indices: of the samples.
+        refusal: what the dataset raises when a recorder is in place of its chain; None if it accepts one.
+        seconds: the typical time of reading a sample, without its chains; 0.0 if none was read.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self.samples: list[Any] = []
+        self.recorders: list[list[Recorder]] = []
+        self.indices: list[int] = []
+        self.refusal: Exception | None = None
+        self._times: list[float] = []
+        begun = time.perf_counter()
+        # Reads leave a chain where it is for which there is None, and not a first part.
+        self._prefixes: list[tuple[()] | None] = [()] * len(pipeline.attributes)
+        if pipeline.attributes or pipeline.given:
+            self._read(begun)
+        self.seconds = self._typical_seconds()
+
+    def _read(self, begun: float) -> None:
+        length = len(self._pipeline.dataset)
+        spread = sorted({i * (length - 1) // (_SAMPLES - 1) for i in range(_SAMPLES)})
+        error: Exception | None = None
+        failed: list[int] = []
+        for index in sorted(spread, key=lambda index: min(index, length - 1 - index)):
+            if self.samples and time.perf_counter() - begun > _READ_SECONDS:
+                break
+            try:
+                sample, recorders = self._timed(index)
+            except Exception as raised:  # a sample that cannot be read may never be asked for
+                error = error or raised
+                failed.append(index)
+                continue
+            self._add(index, sample, recorders)
+        if self.samples:
+            self._repeat(begun)
+            return
+        assert error is not None
+        # An attribute of another name may not be for the samples alone.
+        others = [attribute.name not in TRANSFORM_NAMES for attribute in self._pipeline.attributes]
+        if any(others) and None not in self._prefixes:
+            self._prefixes = [None if other else () for other in others]
+            self._read(time.perf_counter())
+        else:
+            self._read_without_recorders(failed, error)
+
+    def _add(self, index: int, sample: Any, recorders: list[Recorder]) -> None:
+        self.samples.append(sample)
+        self.recorders.append(recorders)
+        self.indices.append(index)
+
+    def _timed(self, index: int) -> tuple[Any, list[Recorder]]:
+        begun = time.perf_counter()
+        sample, recorders = recorded(self._pipeline, index, self._prefixes)
+        spent = sum(recorder.seconds for recorder in recorders)
+        self._times.append(time.perf_counter() - begun - spent)
+        return sample, recorders
+
+    def _repeat(self, begun: float) -> None:
+        """Read the samples again, for a better measurement of the time."""
+        for index in self.indices * 3:
+            if time.perf_counter() - begun > _READ_SECONDS:
+                break
+            with contextlib.suppress(Exception):
+                self._timed(index)
+
+    def _read_without_recorders(self, indices: Sequence[int], error: Exception) -> None:
+        """Read the first of these samples that the dataset can read with its own chains.
+
+        Raises:
+            Exception: what the dataset raises, if it can read none of them.
+        """
+        own: Exception | None = None
+        for index in indices if self._pipeline.attributes else ():
+            begun = time.perf_counter()
+            try:
+                sample = self._pipeline.dataset[index]
+            except Exception as raised:
+                own = own or raised
+                continue
+            self._times.append(time.perf_counter() - begun)
+            self._add(index, sample, [])
+            self.refusal = error
+            return
+        raise own or error
+
+    def _typical_seconds(self) -> float:
+        alone = typical(self._times)
+        in_groups = getattr(self._pipeline.dataset, "__getitems__", None)
+        if not self.samples or in_groups is None or self._pipeline.attributes:
+            return alone
+        return seconds_in_groups(in_groups, alone, len(self._pipeline.dataset))

@@ -1,0 +1,159 @@
+"""Whether what is cached of a dataset is random, and what follows: refused, believed, or cached in part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.utils.data import ConcatDataset, Subset
+
+from hotset.dataset.format_transform import columns_with_gaps, format_of
+from hotset.dataset.pipeline import Source
+from hotset.dataset.transform_attributes import transform_attributes_of
+from hotset.determinism.declare import declaration_of, declared
+from hotset.determinism.draws.probe import Probe, probe
+from hotset.determinism.draws.rng import Generators
+from hotset.determinism.equality import content_digests, same
+from hotset.errors import NotCacheable
+
+__all__ = ["judge_source"]
+
+
+def judge_source(dataset: Any, source: Source, probed: Probe, *, stored: bool) -> tuple[list[str], bool]:
+    """Refuse a random source, unless it is declared deterministic, or only some of its samples draw.
+
+    Args:
+        dataset: the user's dataset.
+        source: the same, with its cached transforms.
+        probed: what a probe of the source saw.
+        stored: whether any of the samples that it read can be stored: what is never stored is never frozen.
+
+    Returns:
+        Notes for the plan, and whether a declaration is believed against what the probe saw.
+
+    Raises:
+        NotCacheable: says what was seen, and what to do.
+    """
+    if not stored and not probed.moved and not _changes_in_place(source.dataset, probed.differing):
+        return ["the samples that were read cannot be cached, so they were not compared"], False
+    notes, believed = _judge(dataset, source, probed)
+    if not believed and not probed.drawing:
+        _judge_batches(dataset, source)
+    return notes, believed
+
+
+def _judge(dataset: Any, source: Source, probed: Probe) -> tuple[list[str], bool]:
+    kind = type(dataset).__name__
+    seen = (*probed.moved, *probed.differs[:2])  # one sample that differs is enough
+    read, drawing = len(probed.samples), probed.drawing
+    if not seen:
+        some = f"the {read} samples that were read twice were" if read > 1 else "the sample that was read was"
+        return [f"{some} alike, and no random number generator moved"], False
+    believed = "declared deterministic" if declared(dataset) == "deterministic" else None
+    is_random = believed is None and _is_random(source.dataset, drawing or (0,))
+    if source.prefix and believed is None and not is_random:
+        believed = "the cached transforms are declared deterministic"
+    if believed is not None:
+        return [f"{believed}, although {text}: draws differ from an uncached run" for text in seen], True
+    if is_random and 0 < len(drawing) < read and not probed.differing:
+        return [
+            f"{len(drawing)} of the {read} samples that were read draw random numbers "
+            f"(sample {drawing[0]}, for example: {seen[0]}): such samples come from the source for "
+            "each use, and the others are cached"
+        ], False
+    if not probed.moved and _changes_in_place(source.dataset, probed.differing):
+        raise NotCacheable(
+            f"{kind}.__getitem__ changes in place what the dataset holds, so that each reading of a sample "
+            f"returns another one ({'; '.join(seen)}). Let it work on a copy (`x = x / 2` instead of "
+            "`x /= 2`, or .copy() and .clone()), and make the dataset anew: the samples that hotset has read "
+            "are changed."
+        )
+    if not probed.differs:
+        raise NotCacheable(
+            f"reading a sample of {kind} moves a random number generator ({'; '.join(seen)}), though two "
+            "readings were alike. If samples depend on what is drawn, move that part to transform=[...]; if "
+            "none does (it seeds the generator, or throws away what it draws), declare it: "
+            f"{declaration_of(dataset)}."
+        )
+    raise NotCacheable(
+        f"{kind} returns another sample each time ({'; '.join(seen)}), and a cache would repeat one draw in "
+        f"all epochs. {_parts_first(dataset)} the random part to transform=[...], after the part to be "
+        "cached; or keep what its decoder returns, with hotset.memo; or, if the differences do not matter, "
+        f"declare it: {declaration_of(dataset)}."
+    )
+
+
+def _parts_first(dataset: Any) -> str:
+    """Begins the advice: the parts of a ConcatDataset can be cut where the whole cannot."""
+    if type(dataset) is not ConcatDataset or not any(map(transform_attributes_of, dataset.datasets)):
+        return "Move"
+    return "Cache its parts, as their transforms differ: ConcatDataset([hotset.cache(part), ...]). Or move"
+
+
+def _changes_in_place(dataset: Any, indices: Sequence[int]) -> bool:
+    """Whether reading one of these samples changes what an earlier reading has returned."""
+    for index in indices[:2]:
+        sample = dataset[index]
+        before = content_digests(sample)
+        dataset[index]
+        if content_digests(sample) != before:
+            return True
+    return False
+
+
+def _judge_batches(dataset: Any, source: Source) -> None:
+    """Refuse a dataset whose ``__getitems__``, which torch's loader prefers, returns other samples.
+
+    The cache reads other batches than the loader asks for. A batch of two is compared: what is computed from
+    a whole batch may be right for a batch of one. Rows of Hugging Face datasets are not compared with those
+    of ``__getitem__``: in numpy's format a float is float64 in a row, and float32 in a batch.
+
+    Raises:
+        NotCacheable: says what to do.
+    """
+    inner = source.dataset
+    while type(inner) is Subset:  # has a __getitems__ of its own, which calls the dataset's if there is one
+        inner = inner.dataset
+    if declared(dataset) == "deterministic" or not getattr(inner, "__getitems__", None):
+        return
+    if gaps := columns_with_gaps(inner):
+        raise NotCacheable(
+            f"column {gaps[0]!r} of {type(dataset).__name__} has whole numbers and None, which its format "
+            "makes floats in batches that have a None, so a row is another in other batches; fill in what is "
+            f"missing, or cast the column: dataset.cast_column({gaps[0]!r}, datasets.Value('float32'))."
+        )
+    read = source.dataset.__getitems__
+    read_one = source.dataset.__getitem__ if format_of(inner) is None else lambda index: read([index])[0]
+    indices = sorted({0, len(dataset) - 1})
+    # Backwards as well: it may return them in the order of the file.
+    if not all(_batch_is_alike(source.dataset, read, read_one, order) for order in (indices, indices[::-1])):
+        kind = type(dataset).__name__
+        raise NotCacheable(
+            f"{kind}.__getitems__ returns other samples than {kind}.__getitem__, or draws random numbers; "
+            "torch's loader uses the first, the cache the second. Let both return the same, and move what is "
+            "computed from a whole batch to collate_fn; or, if the differences do not matter, declare it: "
+            f"{declaration_of(dataset)}."
+        )
+
+
+def _batch_is_alike(
+    dataset: Any, read: Callable[..., Any], read_one: Callable[..., Any], indices: Sequence[int]
+) -> bool:
+    """Whether samples that are read together are those that are read one by one, and none of it draws."""
+    generators = Generators((dataset,))
+    try:
+        alone = list(map(read_one, indices))
+        generators.restore()
+        together = read(list(indices))
+        return not generators.moved() and same(alone, list(together)) is None
+    except Exception:  # a sample that cannot be read may never be asked for
+        return True
+    finally:
+        generators.restore()
+
+
+def _is_random(dataset: Any, indices: Sequence[int]) -> bool:
+    """Whether the dataset itself, without the cached transforms, is random for these samples."""
+    read: Callable[[int], Any] = dataset.__getitem__
+    alone = probe(read, indices, (dataset,))
+    return bool(alone.moved or alone.differs)

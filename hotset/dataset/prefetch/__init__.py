@@ -1,0 +1,1 @@
+"""Processes that read a window's next samples ahead of use."""

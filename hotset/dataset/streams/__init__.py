@@ -1,0 +1,1 @@
+"""Datasets that can only be iterated over: how they are probed, recorded and read again."""

@@ -1,0 +1,240 @@
+"""A cached stream: an iterable dataset that is recorded in its first pass, and has an index from then on.
+
+::
+
+    first pass    stream ── cached transforms ─┬── recorded, part by part ──> [store]
+                  (in each worker, as torch    └── live transforms ──> batches, as torch's loader gives them
+                  runs it)
+    later passes  [store] ── any order, any batch size, any number of workers ──> batches
+
+The first pass is the stream's own: torch runs it in each worker of each rank, and
+:mod:`hotset.dataset.streams.recording` stores what it gives. What each pass is, :mod:`.passes`
+decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from hotset._progress import filling_bar
+from hotset._warnings import warn
+from hotset.dataset.arguments import CacheArguments
+from hotset.dataset.cached_dataset import Make, current_of
+from hotset.dataset.dataset_proxy import DatasetProxy, Own
+from hotset.dataset.fill_now import require_worker_count
+from hotset.dataset.parent_death import parent_death_signal
+from hotset.dataset.planning.plan import Plan
+from hotset.dataset.stats import Stats, stats_of
+from hotset.dataset.streams.passes import StreamPasses
+from hotset.dataset.streams.probe import is_hugging_face
+
+__all__ = ["CachedStream", "followed_passes", "passes_of"]
+
+T = TypeVar("T")
+
+
+class CachedStream(DatasetProxy[T]):
+    """An iterable dataset that is recorded as it is read first; made by :func:`hotset.cache`.
+
+    Give it to a :class:`hotset.DataLoader`. The first pass gives what torch's loader would give over the
+    stream itself. Once all of it was read, it is a dataset with a length and an index: ``shuffle=True``
+    shuffles it wholly, any sampler, batch size and number of workers will do, ``state_dict()`` resumes in
+    constant time, and torch's own loader takes it as well.
+
+    Attributes that it does not have itself are those of the stream, and can be set: the stream is then
+    recorded anew.
+
+    Attributes:
+        dataset: the stream that was given to :func:`hotset.cache`.
+        plan: what is cached, what stays live, and why; print it.
+        recorded: whether all of the stream is recorded, so that there is a length and an index.
+        epoch: the last epoch given to :meth:`set_epoch`; 0 before.
+
+    Example:
+        >>> import hotset
+        >>> from torch.utils.data import IterableDataset
+        >>> class Squares(IterableDataset):
+        ...     def __iter__(self):
+        ...         return (number * number for number in range(6))
+        >>> squares = hotset.cache(Squares(), memory="1MiB")
+        >>> loader = hotset.DataLoader(squares, batch_size=3)
+        >>> [batch.tolist() for batch in loader]
+        [[0, 1, 4], [9, 16, 25]]
+        >>> squares.recorded, len(squares), squares[4]
+        (True, 6, 16)
+    """
+
+    _make = Own[Make]()
+    _passes = Own[StreamPasses]()
+
+    def __init__(self, stream: Any, arguments: CacheArguments, make: Make) -> None:
+        super().__init__(stream, arguments)
+        self._make = make
+        self._passes = StreamPasses(stream, arguments, make)
+
+    @property
+    def plan(self) -> Plan:
+        return replace(self._passes.cached.plan, samples=len(self._passes.ids()) if self.recorded else 0)
+
+    @property
+    def recorded(self) -> bool:
+        return self._passes.state == "whole"
+
+    def _follow(self) -> None:
+        """Record anew if a transform or an attribute was set on the stream itself, or by a method."""
+        by_method = self._set_by_method()
+        if not self._snapshot.is_current() or by_method is not None:
+            self._attribute_was_set(by_method or "transform")
+        elif (change := self._passes.change()) is not None and not is_hugging_face(self._dataset):
+            name = self._passes.name
+            warn(
+                f"{name} is recorded anew: {change} has changed, and samples may depend on it. If none does, "
+                f"declare it: hotset.deterministic({name}). An epoch on which only the order depends is "
+                "announced by set_epoch() of the cached stream."
+            )
+            self._attribute_was_set(change.name)
+
+    def _attribute_was_set(self, name: str) -> None:
+        if get_worker_info() is None:
+            self._passes.cached.close()
+            self.__dict__.update(CachedStream(self._dataset, self._arguments, self._make).__dict__)
+
+    # ---- samples -------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[T]:
+        indexed = self._passes.indexed()
+        if indexed is None:
+            yield from followed_passes(self).recording(0)
+            self._passes.ended()
+            return
+        for index in range(len(indexed[1])):
+            yield self[index]
+
+    def __bool__(self) -> bool:
+        return True  # without this, Python would ask for the length, which a stream may not have
+
+    def __len__(self) -> int:
+        self._passes.require_index("length")
+        return len(self._passes.ids())
+
+    def __getitem__(self, index: Any) -> T:
+        self._passes.require_index("index")
+        return self._passes.sample(index)  # type: ignore[no-any-return]
+
+    def __getitems__(self, indices: Sequence[Any]) -> list[T]:
+        """The samples of a batch, as torch's DataLoader calls it."""
+        self._passes.require_index("index")
+        return self._passes.cached.__getitems__(self._passes.ids()[np.asarray(indices, np.int64)].tolist())
+
+    # ---- the rest ------------------------------------------------------------------------------------
+
+    def fill(self, *, progress: bool = False, num_workers: int = 0) -> None:
+        """Record the stream now, and not as training reads it.
+
+        What an interrupted call has recorded stays, and the next call records the rest, if it has as many
+        workers.
+
+        Args:
+            progress: show a bar on standard error.
+            num_workers: processes that read; 0 reads in this one.
+
+        Raises:
+            ArgumentError: ``num_workers`` is not a number from 0 on.
+            Exception: what the stream raises.
+
+        Example:
+            >>> import hotset
+            >>> from torch.utils.data import IterableDataset
+            >>> class Letters(IterableDataset):
+            ...     def __iter__(self):
+            ...         return iter("abc")
+            >>> letters = hotset.cache(Letters(), memory="1MiB")
+            >>> letters.fill()
+            >>> list(letters), letters[-1]
+            (['a', 'b', 'c'], 'c')
+        """
+        require_worker_count(num_workers)
+        if self._passes.state in ("whole", "in part"):
+            return
+        recording = followed_passes(self).recording(num_workers, 64)
+        recording.silent = True
+        # The generator: workers' seeds must not be drawn from the program's.
+        loader = DataLoader(
+            recording,
+            batch_size=None,
+            num_workers=num_workers,
+            worker_init_fn=parent_death_signal().arm_in_worker,
+            generator=torch.Generator(),
+        )
+        store = current_of(self._passes.cached).access.store
+        number = 0
+        with filling_bar(self._passes.name, None, progress) as show:
+            for number, _ in enumerate(loader, 1):
+                if number % 64 == 0 and store is not None:
+                    show(number, store.stored_bytes)
+            if store is not None:
+                show(number, store.stored_bytes)
+        self._passes.wait_for_ranks()
+        self._passes.ended()
+
+    def stats(self) -> Stats:
+        """What the cache holds and has served, over all processes.
+
+        ``uncached`` counts samples that the stream has given so far and that are not recorded.
+        """
+        parts = self._passes.parts()
+        if parts is None:
+            return self._passes.cached.stats()
+        return stats_of(parts.store, int(parts.given.sum()), None, {})
+
+    def check(self) -> list[str]:
+        """Verify every record. Returns a sentence for each problem, or an empty list."""
+        return self._passes.cached.check()
+
+    def clear(self) -> None:
+        """Drop every recorded sample, in all processes. The next pass records the stream anew.
+
+        Raises:
+            SegmentError: another process went on writing samples for five seconds.
+        """
+        self._passes.cached.clear()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Announce the epoch that begins; calls the stream's ``set_epoch`` as well, if it has one.
+
+        The stream's own shuffle counts in the pass that records it. The order of later epochs is drawn by the
+        sampler: a loader with ``shuffle=True`` has another one in each, any other the recorded one, and a
+        warning.
+        """
+        self._epoch = epoch
+        before = self._passes.change()
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
+            if before is None:
+                self._passes.look()
+
+    def close(self) -> None:
+        """Detach from the cache; the stream then comes as it is. Existing batches stay valid."""
+        self._passes.cached.close()
+
+
+# ---- for loaders -------------------------------------------------------------------------------------------
+#
+# Functions, as a public method of a cached stream would hide what the user's stream has by that name.
+
+
+def passes_of(stream: CachedStream[Any]) -> StreamPasses:
+    """What passes over a stream are made of: another object once it is recorded anew."""
+    return stream._passes
+
+
+def followed_passes(stream: CachedStream[Any]) -> StreamPasses:
+    """The same as a pass begins, once what was set on the stream was followed."""
+    stream._follow()
+    return stream._passes

@@ -1,0 +1,388 @@
+"""Passes over a cached stream: what the next one is, decided by how far the stream is recorded.
+
+=====================================  =======================================================================
+all parts have ended                   the dataset has a length and an index
+all have ended, but not all fit        the recorded samples first, in any order; then the stream is run again,
+                                       and gives those that are not recorded
+other ranks or workers than before     nothing recorded can be used: recorded anew, with a warning
+the stream gave other samples          the same
+recorded by another living process     this pass is not recorded
+what it holds has changed since        recorded anew (:mod:`.cached_stream`), with a warning
+=====================================  =======================================================================
+
+A pass that is broken off leaves what it has recorded. The next one is a first pass as well: it gives all
+samples, stores those that are new, and compares some of the others with the recorded ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from hotset._warnings import Warner, warn
+from hotset.dataset.arguments import CacheArguments
+from hotset.dataset.cached_dataset import CachedDataset, Make, current_of
+from hotset.dataset.held_attributes import Change, HeldAttributes, Room
+from hotset.dataset.streams.probe import may_reorder
+from hotset.dataset.streams.recording import StreamRecording, StreamRest
+from hotset.dataset.streams.source import StreamSource
+from hotset.determinism.declare import declared
+from hotset.determinism.equality import same
+from hotset.determinism.objects.reading_names import names_read
+from hotset.session.job import local_rank
+from hotset.store.claims import Ids
+from hotset.store.format import PRESENT
+from hotset.store.stream_parts import DREW, NO_ROOM, OTHER_KIND, StreamParts, StreamState
+
+__all__ = ["StreamPasses"]
+
+# After so many passes in a row that did not reach the end of the stream, the user is warned.
+_BROKEN_OFF = 3
+# How long a rank that has finished its own parts waits for a rank that makes no progress with its parts.
+_PATIENCE_SECONDS = 15.0
+
+
+class StreamPasses:
+    """How far a stream is recorded, and what passes over it are made of. It pickles if the stream does.
+
+    Args:
+        stream: the user's.
+        arguments: those of :func:`hotset.cache`.
+        make: plans and makes the cache.
+
+    Attributes:
+        cached: the cache of the recorded samples, by sample id.
+        name: of the stream's class.
+        warn: warns with a sentence; a second argument names its subject, if it is to be warned of once.
+    """
+
+    def __init__(self, stream: Any, arguments: CacheArguments, make: Make) -> None:
+        self._stream = stream
+        self._source = StreamSource(stream)
+        self.cached: CachedDataset[Any] = CachedDataset(self._source, arguments, make)
+        self.name = self._source.name
+        self.warn = Warner()
+        self._known: tuple[Any, Ids] | None = None
+        self._is_believed = declared(stream) == "deterministic" or arguments.key is not None
+        self._held: HeldAttributes | None = None  # what the stream held as it was recorded
+        self.look()
+        self._open = 0  # how many passes were begun here since one reached the stream's end
+
+    def parts(self) -> StreamParts | None:
+        """How far the stream is recorded; None without a store."""
+        store = current_of(self.cached).access.store
+        return StreamParts(store) if store is not None else None
+
+    @property
+    def state(self) -> StreamState:
+        """How far the stream is recorded for this process, which may be another rank than then."""
+        parts = self.parts()
+        state = parts.state if parts is not None else "nothing"
+        # The rest can come from the stream only as it was divided when the others were recorded.
+        return "recording" if state == "in part" and _own_parts(parts) is None else state
+
+    def ids(self) -> Ids:
+        """The ids of the recorded samples, in the order of their indices."""
+        parts = self.parts()
+        assert parts is not None
+        about = (id(parts.store), parts.store.clear_generation(), parts.division, tuple(parts.kept))
+        if self._known is None or self._known[0] != about:
+            self._known = about, parts.ids()
+            self._source.divided(parts.count, parts.division[1])
+        return self._known[1]
+
+    def indexed(self, *, in_part: bool = False) -> tuple[CachedDataset[Any], Ids] | None:
+        """The cache, and the ids of the samples in it; None if not all are recorded.
+
+        Args:
+            in_part: also give what there is if all has been read, but not all could be recorded.
+        """
+        state = self.state
+        return (self.cached, self.ids()) if state == "whole" or (in_part and state == "in part") else None
+
+    @property
+    def batch_size(self) -> int:
+        """How many samples each item of the stream seems to hold, if it gives batches; otherwise 0."""
+        parts = self.parts()
+        return int(parts.store.segment.metadata.get("stream_batches", 0)) if parts is not None else 0
+
+    def stated_length(self) -> int:
+        """The length that the stream itself states.
+
+        Raises:
+            TypeError: it states none.
+        """
+        if hasattr(type(self._stream), "__len__"):
+            return len(self._stream)
+        self.require_index("length")
+        raise TypeError(f"{self.name} has no length.")
+
+    def rest(self) -> StreamRest | None:
+        """What this rank gets from the stream in a pass that begins now; None if nothing."""
+        parts = self.parts()
+        own = _own_parts(parts) if self.state == "in part" else None
+        if parts is None or own is None:
+            return None
+        return StreamRest(own.start, tuple(parts.kept[own].tolist()), tuple(parts.given[own].tolist()))
+
+    def ranks(self) -> tuple[int, int]:
+        """The number of this process among the ranks that share the samples, and how many these are."""
+        return _rank_of(self.parts())
+
+    def recording(
+        self, workers: int, group: int = 1, *, rest: StreamRest | None = None, replay: bool = False
+    ) -> StreamRecording:
+        """The dataset that torch's loader runs in each worker: it gives the samples, and records them.
+
+        Args:
+            workers: how many workers the loader has.
+            group: how many samples the loader collects before it makes a batch of them.
+            rest: give only these samples, and record nothing.
+            replay: record nothing, as this pass repeats one that was recorded.
+        """
+        parts = self.parts()
+        rank, ranks = _rank_of(parts)
+        number, division = 0, parts.division if parts is not None else (0, 0)
+        if parts is not None and rest is None and not replay and self._begin(parts, ranks, max(workers, 1)):
+            number, division = parts.new_pass(), (ranks, max(workers, 1))
+        return StreamRecording(
+            self._stream, self.cached, rank, number, rest=rest, group=group, division=division
+        )
+
+    def _begin(self, parts: StreamParts, ranks: int, workers: int) -> bool:
+        """Prepare the parts for a pass by so many workers; False if it cannot be recorded."""
+        name = self.name
+        self._open += 1
+        store = parts.store
+        # A stream that is shuffled anew cannot be continued. Of several ranks, another may have begun anew.
+        broken = (
+            ranks == 1
+            and bool(store.segment.metadata.get("stream_shuffled"))
+            and parts.state == "recording"
+            and bool(parts.given.any())
+            and not parts.is_recorded_by_others()
+        )
+        stale = broken or parts.is_other or parts.division not in ((0, 0), (ranks, workers))
+        unnamed = parts.count == 0 and bool((store.segment.used_index >= PRESENT).any())
+        if stale and parts.is_recorded_by_others():
+            self.warn(
+                f"{name} is being recorded by other processes, with {_division(*parts.division)}, so this "
+                "pass is not recorded; wait until they have read it.",
+            )
+            return False
+        if stale or unnamed:
+            self._warn_recorded_anew(parts, ranks, workers, broken=broken)
+            if not store.clear():
+                return False
+        if self._open == _BROKEN_OFF:
+            self.warn(
+                f"{name} was begun three times and has never come to its end, so nothing is served from the "
+                "cache: it has an index once one pass has read all of it. Let one pass come to its end, or "
+                "call fill(); if the stream is endless, bound it (WebDataset: with_epoch)."
+            )
+        return parts.divide(ranks, workers)
+
+    def _warn_recorded_anew(self, parts: StreamParts, ranks: int, workers: int, *, broken: bool) -> None:
+        name, before = self.name, parts.division
+        if parts.is_other:
+            why = "it gave other samples than in the pass before (is it shuffled anew in each?)"
+        elif broken:
+            why = "the pass before was broken off, and it is shuffled anew in each"
+        elif before not in ((0, 0), (ranks, workers)):
+            why = f"{_division(*before)} divided it before, and now it is {_division(ranks, workers)}"
+        else:
+            return
+        warn(
+            f"{name} is recorded anew: {why}. Let one pass come to its end with the same ranks and workers; "
+            "later passes may have any."
+        )
+
+    def look(self) -> None:
+        """From here on, compare with what the stream holds now, if all of it is recorded.
+
+        Before, what reading changes (a position, a counter) could not be told from what the user does.
+        """
+        self._held = None
+        if self._is_believed or self.state != "whole":
+            return
+        stream, names = self._stream, names_read(self._stream)
+        with self._left_off_if_it_fails():
+            self._held = HeldAttributes(
+                stream,
+                room=Room(outermost=False),
+                counts=lambda owner, name: owner is not stream or names is None or name in names,
+            )
+
+    def change(self) -> Change | None:
+        """An attribute that samples may depend on, and that has changed since the stream was recorded."""
+        with self._left_off_if_it_fails():
+            if self._held is not None:
+                return self._held.changed_content()
+        return None
+
+    @contextlib.contextmanager
+    def _left_off_if_it_fails(self) -> Iterator[None]:
+        """Go on without comparing if what is done here raises, and say so."""
+        try:
+            yield
+        except Exception as error:  # of an object that the stream holds
+            self._held = None
+            self.warn(
+                f"what {self.name} holds cannot be compared any more ({type(error).__name__}: {error}), so a "
+                "change of it in place will not be noticed; call clear() after one."
+            )
+
+    def ended(self) -> None:
+        """Warn of what a pass that has reached its end could not record."""
+        self._open = 0
+        if self._held is None:
+            self.look()
+        parts = self.parts()
+        if parts is None or parts.state not in ("whole", "in part"):
+            return
+        name, kept, given = self.name, int(parts.kept.sum()), int(parts.given.sum())
+        if parts.state == "in part":
+            reasons = parts.reasons()
+            why = "; ".join(text for reason, text in _REASONS.items() if reason in reasons)
+            self.warn(
+                f"{kept:,} of {given:,} samples of {name} are recorded: {why}. In each epoch the recorded "
+                "ones come first, and then the stream is run again for the rest.",
+                "in part",
+            )
+        self._warn_of_copies(parts)
+
+    def tell_of_order(self, epoch: int) -> None:
+        """Warn before a pass in the recorded order, if without a cache each pass would have its own.
+
+        Args:
+            epoch: the last one that was announced.
+        """
+        parts = self.parts()
+        shuffled = parts is not None and parts.store.segment.metadata.get("stream_shuffled")
+        announced = epoch or self.change() is not None
+        if shuffled or (announced and may_reorder(self._stream)):
+            self.warn(
+                f"{self.name} may give its samples in another order in each epoch, or other samples, but "
+                "recorded ones come as they were recorded; give the loader shuffle=True to have another "
+                "order in each, and do not cache a stream whose samples themselves change with the epoch.",
+                "one order",
+            )
+
+    def _warn_of_copies(self, parts: StreamParts) -> None:
+        """Warn if two parts begin with the same samples: the stream does not divide itself."""
+        store, count, kept = parts.store, parts.count, parts.kept
+        with contextlib.suppress(Exception):
+            for one in range(min(count, 8)):
+                for other in range(one):
+                    common = int(min(kept[one], kept[other], 3))
+                    ids = [
+                        np.array([parts.sample_id(part, at) for at in range(common)]) for part in (one, other)
+                    ]
+                    if common and same(store.read(ids[0]), store.read(ids[1])) is None:
+                        self.warn(
+                            f"{self.name} gives the same samples to {count} workers, so each comes "
+                            f"{count} times in an epoch: have __iter__ divide them by "
+                            "torch.utils.data.get_worker_info(), or use one worker.",
+                            "copies",
+                        )
+                        return
+
+    def wait_for_ranks(self) -> None:
+        """Wait for other ranks that still read their parts, if this rank has finished its own."""
+        parts = self.parts()
+        rank, ranks = _rank_of(parts)
+        if parts is None or ranks < 2 or parts.division[0] != ranks:
+            return
+        workers = parts.division[1]
+        if not parts.ended[rank * workers : (rank + 1) * workers].all():
+            return
+        since, before = time.monotonic(), -1
+        while parts.state == "recording" and not parts.is_other:
+            given = int(parts.given.sum())
+            if given != before:
+                since, before = time.monotonic(), given
+            if time.monotonic() - since > _PATIENCE_SECONDS:
+                self._warn_of_ranks(parts, rank)
+                return
+            time.sleep(5e-3)
+
+    def _warn_of_ranks(self, parts: StreamParts, rank: int) -> None:
+        name = self.name
+        if parts.go_alone(rank):
+            warn(
+                f"{name}: no other rank records into the cache of this one, so each rank has the samples of "
+                "its own part alone; give hotset.cache the same key= in all ranks to share them."
+            )
+        else:
+            warn(
+                f"{name}: other ranks have not read their part to its end, so this epoch comes from the "
+                "stream again; let each rank read all of its part once."
+            )
+
+    def sample(self, index: Any) -> Any:
+        """A sample by its number among the recorded ones, also if these are not all."""
+        return self.cached[self.ids()[operator.index(index)].item()]
+
+    def require_index(self, what: str) -> None:
+        """Refuse what only a recorded stream has.
+
+        Args:
+            what: ``"length"`` or ``"index"``.
+
+        Raises:
+            TypeError: it is not recorded, or not wholly.
+        """
+        state, name = self.state, self.name
+        if state == "whole":
+            return
+        if state == "in part":
+            raise TypeError(
+                f"{name} has no {what}, as not all of it could be recorded; give more memory= or a spill=, "
+                "or use hotset.DataLoader, which runs the stream again for the rest."
+            )
+        raise TypeError(
+            f"{name} has no {what} before it was read once; read it to its end with hotset.DataLoader, or "
+            "call fill()."
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_known": None, "_held": None}
+
+
+_REASONS = {
+    NO_ROOM: "no more fit; give more memory= or a spill=",
+    DREW: (
+        "one drew random numbers as it was read, which a cache would repeat; move random transforms out of "
+        "the stream, to transform=[...]"
+    ),
+    OTHER_KIND: "one is of a type that cannot be cached",
+}
+
+
+def _rank_of(parts: StreamParts | None) -> tuple[int, int]:
+    """The rank of this process among those of this machine that record into one cache, and their number."""
+    alone = parts is None or parts.is_alone or parts.store.segment.metadata.get("stream_alone", True)
+    return (0, 1) if alone else local_rank()
+
+
+def _own_parts(parts: StreamParts | None) -> slice | None:
+    """The parts that this process's rank has recorded; None if other ranks than now have divided them."""
+    if parts is None or not parts.count:
+        return None
+    ranks, workers = parts.division
+    rank = local_rank()[0] if parts.is_alone else _rank_of(parts)[0]
+    own = slice(rank * workers, (rank + 1) * workers)
+    if not parts.is_alone and ranks != _rank_of(parts)[1]:
+        return None
+    return own if parts.given[own].any() or not parts.is_alone else None
+
+
+def _division(ranks: int, workers: int) -> str:
+    """A phrase for so many ranks of so many workers each."""
+    text = f"{workers} worker{'s' if workers != 1 else ''}"
+    return text if ranks == 1 else f"{ranks} ranks of {text}"

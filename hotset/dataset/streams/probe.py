@@ -1,0 +1,392 @@
+"""The probe of a stream: two runs of it are begun, and their first samples compared.
+
+A dataset with an index is probed by reading samples twice (:mod:`hotset.determinism.draws.probe`). Of a
+stream, two runs are begun instead, on a copy, with other states of the random number generators, and what
+they give in about a second is compared:
+
+=====================================================  =======================================================
+both runs give the same samples, and nothing draws     content and order are fixed. From then on a draw is
+                                                       noticed: the part is not recorded beyond it
+the order differs, and some samples occur in both      it is shuffled: the order of the first pass is recorded
+the same, with generators of the run's own             if these were seeded anew, they are watched: a part is
+                                                       recorded up to where one draws
+no sample occurs in both, or the same key comes with   refused: content that is random would be the same in
+other content                                          all epochs
+=====================================================  =======================================================
+
+A shuffle of WebDataset's is left out of that copy: with shards in another order, two runs have no sample in
+common.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import hashlib
+import time
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from hotset.determinism.draws import entropy
+from hotset.determinism.draws.rng import GLOBAL, KINDS, Generators, access
+from hotset.determinism.equality import content_digests
+from hotset.determinism.objects.object_graph import within_reach
+from hotset.errors import ArgumentError, NotCacheable
+
+__all__ = [
+    "PLANNED",
+    "StreamProbe",
+    "batch_size_of",
+    "has_shuffle",
+    "held_by_run",
+    "is_hugging_face",
+    "may_reorder",
+    "probe_stream",
+    "run",
+    "without_order",
+]
+
+# How many samples the planner gets.
+PLANNED = 8
+_SECONDS = 1.0
+_SAMPLES = 256
+_MOST_OF_A_RUN = 64  # generators and iterators that are looked into for what a run holds
+
+
+class StreamProbe(NamedTuple):
+    """What two runs of a stream showed.
+
+    Attributes:
+        samples: the first, at most :data:`PLANNED`.
+        seconds: the mean time that reading one takes.
+        note: a sentence for the plan.
+        warning: a sentence for the user; None if there is nothing to say.
+        draws: whether reading moves a random number generator, or gives another order.
+        entropy: whether reading takes entropy that the first samples do not depend on.
+        own: whether a run has generators of its own that are seeded anew each time.
+        shuffled: whether another run gives another order.
+    """
+
+    samples: list[Any]
+    seconds: float
+    note: str = ""
+    warning: str | None = None
+    draws: bool = True
+    entropy: bool = True
+    own: bool = False
+    shuffled: bool = False
+
+
+class _Sample(NamedTuple):
+    """A sample of a run.
+
+    Attributes:
+        sample: a copy of it, if it is one of the first :data:`PLANNED`; otherwise None.
+        digest: of the whole sample.
+        parts: the digest of each part, by its place in the tree.
+    """
+
+    sample: Any
+    digest: bytes
+    parts: dict[str, bytes]
+
+
+class _Run(NamedTuple):
+    """The first samples of a run.
+
+    Attributes:
+        read: the samples.
+        seconds: the mean time that reading one took.
+        entropy: whether entropy was taken after the first one.
+        states: of the generators that the run itself holds.
+    """
+
+    read: list[_Sample]
+    seconds: float
+    entropy: bool
+    states: list[Any]
+
+
+def run(stream: Any) -> Iterator[Any]:
+    """Begin the stream once more, as torch's loader would; a node of torchdata from its beginning."""
+    if hasattr(stream, "reset") and isinstance(stream, Iterator):
+        stream.reset()  # type: ignore[attr-defined]
+    return iter(stream)
+
+
+def probe_stream(stream: Any, name: str, declaration: str | None) -> StreamProbe:
+    """Read the first samples of a stream in two runs, and compare them.
+
+    Args:
+        stream: what :func:`without_order` returned.
+        name: of the stream's class, for messages.
+        declaration: what the user declares of the stream.
+
+    Raises:
+        ArgumentError: there are no samples.
+        NotCacheable: the samples are others in each run.
+        Exception: what the stream raises.
+    """
+    if declaration == "nondeterministic":
+        raise NotCacheable(
+            f"{name} is declared @hotset.nondeterministic, so nothing of it may be cached; move its random "
+            "part to transform=."
+        )
+    plain = _copy(stream)
+    generators = Generators([plain])
+    try:
+        first = _first_samples(plain)
+        moved = generators.moved()
+        if not first.read:
+            raise ArgumentError(f"{name} must give at least one sample, got none; check its files.")
+        # Generators go on from where the first run left them: a stream that draws differs.
+        second = _first_samples(plain, most=len(first.read))
+    finally:
+        generators.restore()
+    before, after = ([each.digest for each in run.read] for run in (first, second))
+    found = StreamProbe([each.sample for each in first.read[:PLANNED]], first.seconds)
+    if declaration == "deterministic":
+        note = "the stream is declared deterministic"
+        return found._replace(note=note, shuffled=before[: len(after)] != after)
+    if not after:
+        raise NotCacheable(
+            f"{name} gave samples in its first run and none in its second, so it can be read only once, and "
+            "hotset has read its beginning to find that out; make it anew, and have __iter__ begin it from "
+            "its first sample."
+        )
+    if before[: len(after)] == after:  # the second run may have been slower
+        note = f"two runs of the stream began with the same {len(after):,} samples"
+        return found._replace(
+            note=note if moved else f"{note}, and nothing was drawn",
+            draws=bool(moved),
+            entropy=first.entropy or second.entropy,
+            own=_differ(first.states, second.states),
+        )
+    _refuse_random_content(name, first.read, second.read)
+    common = len({*before} & {*after})
+    note = (
+        f"{common:,} of the first {len(before):,} samples occurred in a second run, in another order: the "
+        "order of the first pass is recorded"
+    )
+    warning = _order_warning(name) if common < len(before) else None
+    return found._replace(note=note, warning=warning, shuffled=True)
+
+
+def _order_warning(name: str) -> str:
+    return (
+        f"{name} gives its samples in another order in each run, so hotset cannot tell by comparing them "
+        "whether they also differ in content; random transforms inside the stream would give the same result "
+        "in all epochs: move them to transform=[...]. If it has none, declare it: "
+        f"hotset.deterministic({name})."
+    )
+
+
+def _refuse_random_content(name: str, first: list[_Sample], again: list[_Sample]) -> None:
+    """Refuse a stream of whose samples two runs show that they differ in more than their order.
+
+    Raises:
+        NotCacheable: no sample occurs in both; or most come at the same place, and others differ there; or a
+            part that names each sample (a key, a path) occurs in both, and the rest of the sample differs.
+    """
+    count = min(len(first), len(again))
+    alike = sum(a.digest == b.digest for a, b in zip(first, again, strict=False))
+    common = {each.digest for each in first} & {each.digest for each in again}
+    if not common:
+        seen = f"of the first {len(first):,}, none occurred in a second run"
+    elif len(common) < count and alike > max(1, count // 20):
+        seen = (
+            f"of the first {count:,}, {count - alike:,} were others in a second run, and the rest came again"
+        )
+    elif _contradicts(first, again):
+        seen = "samples with the same key differed between two runs"
+    else:
+        return
+    raise NotCacheable(
+        f"{name} gives other samples in each run ({seen}), and a cache would repeat one draw in all epochs. "
+        "Move random transforms out of the stream, to transform=[...]; or, if only the order differs, "
+        f"declare it: hotset.deterministic({name})."
+    )
+
+
+def _contradicts(first: list[_Sample], again: list[_Sample]) -> bool:
+    """Whether a sample came twice with the same name, and otherwise another content."""
+    for place in first[0].parts:
+        names = {each.parts[place]: each.digest for each in first if place in each.parts}
+        if len(names) < len(first):
+            continue  # not all samples have another value there
+        for each in again:
+            digest = names.get(each.parts.get(place, b""))
+            if digest is not None and digest != each.digest:
+                return True
+    return False
+
+
+def _first_samples(stream: Any, most: int = _SAMPLES) -> _Run:
+    """Read the first samples of a run."""
+    found: list[_Sample] = []
+    begun = before = time.perf_counter()
+    spent, taken = 0.0, 0
+    samples = run(stream)
+    while len(found) < most and (len(found) < 2 or before - begun < _SECONDS):
+        try:
+            sample = next(samples)
+        except StopIteration:
+            break
+        except Exception:
+            if not found:
+                raise
+            break  # training may never come to it, or meets it in its turn
+        spent += time.perf_counter() - before
+        parts = content_digests(sample)
+        whole = hashlib.blake2b(digest_size=16)
+        for place, digest in parts.items():
+            whole.update(place.encode() + b"\0" + digest)
+        kept = copy.deepcopy(sample) if len(found) < PLANNED else None
+        found.append(_Sample(kept, whole.digest(), parts))
+        if len(found) == 1:  # the run has seeded what it seeds
+            taken = entropy.taken()
+        before = time.perf_counter()
+    states = list(Generators(held_by_run(samples, stream)).states().values())
+    took = bool(found) and entropy.taken() != taken
+    with contextlib.suppress(AttributeError):
+        samples.close()  # type: ignore[attr-defined]
+    return _Run(found, spent / max(len(found), 1), took, states[len(GLOBAL) :])
+
+
+def held_by_run(samples: Iterator[Any], stream: Any) -> list[Any]:
+    """The random number generators that a run of a stream has beside the stream's own.
+
+    They are in variables of generator functions, which wait for the next sample to be asked for, and these in
+    each other, or in ``map``, ``zip`` and the like.
+    """
+    held: list[Any] = []
+    seen: set[int] = {id(stream)}
+    left: deque[Any] = deque([samples])
+    while left and len(seen) < _MOST_OF_A_RUN:
+        each = left.popleft()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, types.GeneratorType):
+            frame = each.gi_frame
+            left.extend([*(frame.f_locals.values() if frame is not None else ()), each.gi_yieldfrom])
+        elif isinstance(each, Iterator) and type(each).__module__ in ("builtins", "itertools"):
+            left.extend(gc.get_referents(each))
+        else:
+            held.append(each)
+    known = {id(found) for _, found in within_reach([stream], KINDS)}
+    found = [found for _, found in within_reach(held, KINDS) if id(found) not in known]
+    return [generator for generator in found if access(generator) is not None]
+
+
+def _differ(one: list[Any], other: list[Any]) -> bool:
+    """Whether generators that two runs made for themselves have other states."""
+    return [content_digests(each) for each in one] != [content_digests(each) for each in other]
+
+
+def batch_size_of(samples: list[Any]) -> int:
+    """The length that all arrays of all samples but the last have in common, if one is flat, as labels
+    are.
+    """
+    found: set[int] = set()
+    is_flat = False
+    for sample in samples[:-1]:
+        parts = sample.values() if isinstance(sample, dict) else sample
+        if not isinstance(parts, (tuple, list)) and not isinstance(sample, dict):
+            return 0
+        arrays = [part for part in parts if isinstance(part, (torch.Tensor, np.ndarray))]
+        if len(arrays) < 2 or any(part.ndim == 0 for part in arrays):
+            return 0
+        found.update(len(part) for part in arrays)
+        is_flat |= any(part.ndim == 1 for part in arrays)
+    return found.pop() if is_flat and len(found) == 1 and found != {1} else 0
+
+
+def _copy(stream: Any) -> Any:
+    """A copy that can be run without a trace in the stream; the stream itself if it cannot be copied."""
+    try:
+        return copy.deepcopy(stream)
+    except Exception:
+        return stream
+
+
+def without_order(stream: Any) -> Any:
+    """A stream's content: a copy without WebDataset's shuffles, and without one rank's share of it."""
+    stages = getattr(stream, "pipeline", None)
+    if isinstance(stages, list) and _is_of("webdataset", stream):
+        plain = _shallow(stream)
+        plain.pipeline = [stage for stage in stages if not _is_shuffle(stage)]
+        if hasattr(plain, "seed"):
+            plain.seed = 0
+        return plain
+    if _is_of("datasets", stream) and hasattr(stream, "_distributed"):
+        plain = _shallow(stream)
+        plain._distributed = None
+        plain._epoch = 0
+        for attribute in vars(plain):
+            if attribute.endswith("_hffs_cache"):  # file systems, which each process names otherwise
+                setattr(plain, attribute, {})
+        return plain
+    return stream
+
+
+def _shallow(stream: Any) -> Any:
+    """A shallow copy. Not by ``copy.copy``: a ``__setstate__`` may have two objects share their
+    attributes.
+    """
+    plain = object.__new__(type(stream))
+    plain.__dict__.update(stream.__dict__)
+    return plain
+
+
+def has_shuffle(stream: Any) -> bool:
+    """Whether WebDataset shuffles it, which the copy that is looked at does not.
+
+    ``shardshuffle=False`` makes a shuffle, too, of one shard at a time.
+    """
+    stages = getattr(stream, "pipeline", None)
+    return isinstance(stages, list) and any(
+        _is_shuffle(stage) and _buffer_size(stage) > 1 for stage in stages
+    )
+
+
+def _buffer_size(stage: Any) -> int:
+    """How many samples or shards one of WebDataset's shuffles draws from."""
+    given = {**vars(stage), **getattr(stage, "kw", {})}
+    return int((*getattr(stage, "args", ()), given.get("bufsize", 1000))[0] or 0)
+
+
+def may_reorder(stream: Any) -> bool:
+    """Whether ``set_epoch`` may give the samples another order: not in Hugging Face's, if nothing there
+    shuffles.
+    """
+    if not is_hugging_face(stream):
+        return hasattr(stream, "set_epoch")
+    left = [getattr(stream, "_ex_iterable", None)]
+    while left:
+        node = left.pop()
+        if "Shuffled" in type(node).__name__ or "Random" in type(node).__name__:
+            return True
+        parts = [getattr(node, "ex_iterable", None), *(getattr(node, "ex_iterables", None) or ())]
+        left.extend(part for part in parts if part is not None)
+    return False
+
+
+def is_hugging_face(stream: Any) -> bool:
+    """Whether it is a stream of Hugging Face's ``datasets``, in which an epoch changes the order alone."""
+    return _is_of("datasets", stream)
+
+
+def _is_shuffle(stage: Any) -> bool:
+    function: Callable[..., Any] | None = getattr(stage, "f", None)
+    return type(stage).__name__ == "detshuffle" or getattr(function, "__name__", "") == "_shuffle"
+
+
+def _is_of(package: str, thing: object) -> bool:
+    return any(cls.__module__.partition(".")[0] == package for cls in type(thing).__mro__)

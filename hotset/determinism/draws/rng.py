@@ -1,0 +1,293 @@
+"""Random number generators, the global ones and those that objects hold: their states, compared and restored.
+
+Caching freezes what a generator would have drawn. So before hotset caches anything, it reads samples and
+compares the generators' states: a state that moved is the surest sign of randomness, surer than outputs that
+differ (a flip with p=0.5 gives two equal outputs every other time). Three generators are global: those of
+``random``, numpy and torch. The dataset holds the others: in an attribute, a list of augmenters, a closure, a
+default argument, a base class, or a global that its methods read.
+
+:mod:`hotset.determinism.objects.object_graph` finds them without copying anything: a copy's generator would
+move instead of the original's, and a probe of the copy would call it deterministic.
+"""
+
+from __future__ import annotations
+
+import _random
+import ctypes
+import functools
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hotset.determinism.libraries.albumentations import compositions, nothing_is_random
+from hotset.determinism.objects.object_graph import within_reach
+
+__all__ = ["GLOBAL", "KINDS", "Generators", "access"]
+
+KINDS = (
+    random.Random,
+    np.random.Generator,
+    np.random.RandomState,
+    np.random.BitGenerator,
+    np.random.SeedSequence,
+    torch.Generator,
+)
+
+GLOBAL = ("random's global state", "numpy.random's global state", "torch's global state")
+"""The names that the global generators have in :meth:`Generators.states`."""
+
+_Look = Callable[[], bytes | None]
+_MT19937_KEY = 624 * 4
+_RANDOM_BYTES = _random.Random.__basicsize__ - object.__basicsize__
+
+
+class _Watched:
+    """One generator: its name, how to read and set its state, and the state that it is compared with.
+
+    Args:
+        name: for messages.
+        get, put: read and set its state.
+        look: returns bytes that change whenever the state does, faster than ``get``, or None if it cannot
+            tell at the moment. None if there is no faster way.
+    """
+
+    def __init__(
+        self, name: str, get: Callable[[], Any], put: Callable[[Any], object], look: _Look | None = None
+    ) -> None:
+        self.name, self.get, self.put, self._look = name, get, put, look
+        self._take()
+
+    def note(self) -> None:
+        """From here on, compare with the present state."""
+        if self.moved():
+            self._take()
+
+    def _take(self) -> None:
+        self.state = self.get()
+        # numpy draws two normal deviates at a time and keeps the second outside the memory that is looked at.
+        kept_deviate = isinstance(self.state, dict) and self.state.get("has_gauss")
+        self._looked = self._look() if self._look is not None and not kept_deviate else None
+
+    def moved(self) -> bool:
+        if self._look is not None and self._looked is not None and (looked := self._look()) is not None:
+            return looked != self._looked
+        return _differ(self.state, self.get())
+
+
+class Generators:
+    """The global generators and all that ``holders`` hold, with their states as they are now.
+
+    Example:
+        >>> watched = Generators([])
+        >>> _ = random.random()
+        >>> watched.moved()
+        ("random's global state moved",)
+        >>> watched.restore()
+        >>> watched.moved()
+        ()
+    """
+
+    def __init__(self, holders: Sequence[object]) -> None:
+        # By id; the global ones have negative numbers, which are no object's.
+        self._watched = {-1 - number: watched for number, watched in enumerate(_global_generators())}
+        self._kept: list[object] = []
+        self._global = {id(generator) for generator in _behind_the_globals()}
+        self.look_again(holders)
+
+    def look_again(self, holders: Sequence[object]) -> bool:
+        """Watch also generators that were made since, as at the first read; True if there are any."""
+        before = len(self._watched)
+        for path, found in _generators(holders):
+            if id(found) not in self._global:
+                self._watch(path, found)
+                seeds = _seeds_of(found)
+                if seeds is not None:
+                    self._watch(f"{path}.bit_generator.seed_seq", seeds)
+        return len(self._watched) > before
+
+    def _watch(self, path: str, found: Any) -> None:
+        generator = getattr(found, "bit_generator", found)  # several numpy Generators may share one
+        accessors = access(found)
+        if id(generator) not in self._watched and accessors is not None:
+            kind = f"{type(found).__module__.split('.')[0]}.{type(found).__name__}"
+            self._watched[id(generator)] = _Watched(f"{path} (a {kind})", *accessors, _look_at(found))
+            self._kept.append(generator)  # another object may get its id once it is gone
+
+    def note(self) -> None:
+        """From here on, :meth:`moved` compares with the present states, and :meth:`restore` restores them."""
+        for watched in self._watched.values():
+            watched.note()
+
+    @property
+    def any_moved(self) -> bool:
+        """Whether a generator's state has changed since it was first seen or noted."""
+        return any(watched.moved() for watched in self._watched.values())
+
+    def moved(self) -> tuple[str, ...]:
+        """Return a sentence for each generator whose state has changed since it was first seen or noted."""
+        return tuple(f"{watched.name} moved" for watched in self._watched.values() if watched.moved())
+
+    def states(self) -> dict[str, Any]:
+        """The states of all generators as they are now, by name, for :meth:`put` in another process."""
+        return {name: watched.get() for name, watched in self._named().items()}
+
+    def noted(self) -> dict[str, Any]:
+        """The states that :meth:`moved` compares with, of all generators by name."""
+        return {name: watched.state for name, watched in self._named().items()}
+
+    def put(self, states: Mapping[str, Any]) -> None:
+        """Set the generators that these states name; a copy's generators have the original's names."""
+        for name, watched in self._named().items():
+            if name in states:
+                watched.put(states[name])
+
+    def _named(self) -> dict[str, _Watched]:
+        # Two may be reached by the same path (two classes of one name): their order tells them apart.
+        named: dict[str, _Watched] = {}
+        for watched in self._watched.values():
+            name, twin = watched.name, 2
+            while name in named:
+                name, twin = f"{watched.name} ({twin})", twin + 1
+            named[name] = watched
+        return named
+
+    def restore(self) -> None:
+        """Put every generator back to the state in which it was first seen, or noted."""
+        for watched in self._watched.values():
+            watched.put(watched.state)
+
+
+def _generators(holders: Sequence[object]) -> Iterator[tuple[str, object]]:
+    """The generators that the holders reach, with their paths, but for those from which nothing is drawn."""
+    kinds = compositions()
+    for path, found in within_reach(holders, (*KINDS, *kinds)):
+        if not issubclass(type(found), kinds):
+            yield path, found
+        elif not nothing_is_random(found):
+            for inner, generator in within_reach([found], KINDS):
+                yield path + inner.removeprefix(type(found).__qualname__), generator
+
+
+def _global_generators() -> Iterator[_Watched]:
+    of_random, of_numpy, of_torch = GLOBAL
+    look = _look_at(random.random.__self__)  # type: ignore[attr-defined]
+    yield _Watched(of_random, random.getstate, random.setstate, look)
+    look = _look_at(np.random.rand.__self__)  # type: ignore[attr-defined]
+    yield _Watched(of_numpy, lambda: np.random.get_state(legacy=False), np.random.set_state, look)
+    look = _look_at(torch.default_generator)
+    yield _Watched(of_torch, torch.get_rng_state, torch.set_rng_state, look)
+
+
+def _behind_the_globals() -> Iterator[object]:
+    """The objects behind the modules' functions; an attribute may hold one of them."""
+    yield from (random.random.__self__, torch.default_generator)  # type: ignore[attr-defined]
+    yield from (np.random.rand.__self__, np.random.random.__self__)  # type: ignore[attr-defined]
+
+
+def _seeds_of(generator: Any) -> np.random.SeedSequence | None:
+    """What a numpy generator seeds others from (``rng.spawn``): it counts them, and its state does not."""
+    bits = (
+        getattr(generator, "bit_generator", None) if isinstance(generator, np.random.Generator) else generator
+    )
+    seeds = getattr(bits, "seed_seq", None) if isinstance(bits, np.random.BitGenerator) else None
+    return seeds if isinstance(seeds, np.random.SeedSequence) else None
+
+
+def _look_at(generator: Any) -> _Look | None:
+    """A fast way to see whether a generator has moved: a function that reads its state's bytes.
+
+    None for a generator other than torch's that is not a Mersenne Twister of the known layout.
+
+    To return a Mersenne Twister's state, 624 numbers, takes numpy 40 microseconds and ``random`` 10, and
+    several times as long once decoding a picture has filled the processor's cache. To read its memory takes
+    one or two. torch's generators return their state fast enough.
+    """
+    if isinstance(generator, torch.Generator):
+        return functools.partial(_bytes_of_torch, generator)
+    if isinstance(generator, np.random.SeedSequence):
+        return None
+    return _look_at_random(generator) if isinstance(generator, random.Random) else _look_at_numpy(generator)
+
+
+def _look_at_random(generator: random.Random) -> _Look | None:
+    if type(generator).getstate is not random.Random.getstate or not _holds_its_state():
+        return None
+    memory = _memory(id(generator) + object.__basicsize__, _RANDOM_BYTES)
+
+    def look() -> bytes | None:
+        # gauss() draws two deviates and keeps the second here, where the memory does not show it.
+        return memory.raw if generator.gauss_next is None else None  # type: ignore[attr-defined]
+
+    return look
+
+
+@functools.cache
+def _holds_its_state() -> bool:
+    """Whether the memory of a generator of ``random`` changes with its state, as seen with one of them."""
+    tried = random.Random(1)
+    memory, seen = _memory(id(tried) + object.__basicsize__, _RANDOM_BYTES), []
+    for state in (tried.getstate(), random.Random(2).getstate(), tried.getstate()):
+        tried.setstate(state)
+        seen.append(memory.raw)
+        tried.random()
+        seen.append(memory.raw)
+    return seen[:2] == seen[4:] and len(set(seen)) == 4
+
+
+def _look_at_numpy(generator: Any) -> _Look | None:
+    name = "bit_generator" if isinstance(generator, np.random.Generator) else "_bit_generator"
+    bits = generator if isinstance(generator, np.random.BitGenerator) else getattr(generator, name, None)
+    if type(bits) is not np.random.MT19937:
+        return None
+    memory = _memory(bits.ctypes.state_address, _MT19937_KEY + 4)
+    state = bits.state["state"]
+    expected = state["key"].tobytes() + int(state["pos"]).to_bytes(4, sys.byteorder)
+    if memory.raw != expected:
+        return None
+
+    def look() -> bytes | None:
+        if generator is not bits and getattr(generator, name) is not bits:
+            return None  # the user has put another bit generator in its place
+        return memory.raw
+
+    return look
+
+
+def _bytes_of_torch(generator: torch.Generator) -> bytes:
+    state = generator.get_state()
+    return _memory(state.data_ptr(), state.numel()).raw  # twice as fast as through numpy
+
+
+def _memory(address: int, size: int) -> ctypes.Array[ctypes.c_char]:
+    """The bytes at an address; the caller keeps the object alive that they belong to."""
+    return (ctypes.c_char * size).from_address(address)
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Whether two states of one generator differ."""
+    if isinstance(one, Mapping):
+        return one.keys() != other.keys() or any(_differ(one[name], other[name]) for name in one)
+    if isinstance(one, np.ndarray):
+        return bool(one.tobytes() != other.tobytes())
+    return bool(one != other)  # a state of ``random`` is a tuple of 625 numbers, compared in one go
+
+
+def access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
+    """How to read and set a generator's state; None if the object is not a generator, or has no state."""
+    if not issubclass(type(generator), KINDS) or isinstance(generator, random.SystemRandom):
+        return None  # the system's entropy has no state: only outputs that differ show it
+    if isinstance(generator, random.Random):
+        return generator.getstate, generator.setstate
+    if isinstance(generator, torch.Generator):
+        return generator.get_state, generator.set_state
+    if isinstance(generator, np.random.RandomState):
+        return lambda: generator.get_state(legacy=False), generator.set_state
+    if isinstance(generator, np.random.SeedSequence):
+        # It cannot be set; but the state is what it can be made anew from.
+        return lambda: generator.state, lambda state: np.random.SeedSequence.__init__(generator, **state)
+    bits = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
+    return lambda: bits.state, lambda state: setattr(bits, "state", state)

@@ -1,0 +1,1 @@
+"""Fingerprints: when two datasets, transforms or functions are the same."""

@@ -1,0 +1,352 @@
+"""Handlers that describe objects whose attributes do not say everything: code, classes, modules, arrays.
+
+Each handler is a function that describes one kind of object. ``HANDLERS`` maps types to handlers; a subclass
+goes to the handler of its nearest base that has one. :mod:`hotset.determinism.fingerprint.handles` and
+:mod:`hotset.determinism.fingerprint.remote_files` have the handlers for objects that stand for something
+outside the program, :mod:`hotset.determinism.fingerprint.arrow_tables` those for Arrow's tables.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import logging
+import pickle
+import random
+import re
+import struct
+import threading
+import types
+import weakref
+from operator import itemgetter
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hotset.determinism.equality import integers_of
+from hotset.determinism.fingerprint.arrow_tables import OF_ARROW
+from hotset.determinism.fingerprint.content_hash import digest_of_bytes, file_behind
+from hotset.determinism.fingerprint.describe import Describer, Handler
+from hotset.determinism.fingerprint.handles import OF_HANDLES, by_type, with_own_state
+from hotset.determinism.fingerprint.remote_files import OF_REMOTE_FILES
+from hotset.determinism.objects import code_dependencies as codes
+
+__all__ = ["HANDLERS"]
+
+Array = npt.NDArray[Any]
+
+# Parts of a class's body that do not count, or are filled in as the class is used.
+_NOT_BODY = frozenset(
+    (
+        *("__dict__", "__weakref__", "__module__", "__qualname__", "__doc__", "__firstlineno__"),
+        *("__annotations__", "__annotate__", "__annotate_func__", "__annotations_cache__"),
+        *("__parameters__", "__orig_bases__", "__type_params__", "__static_attributes__", "__match_args__"),
+        *("__abstractmethods__", "_abc_impl", "__slotnames__"),
+    )
+)
+_CONSTANTS = frozenset({bool, int, float, complex, str, bytes})
+_MEMBERS_OF_C = (
+    types.WrapperDescriptorType,
+    types.MethodDescriptorType,
+    types.ClassMethodDescriptorType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+)
+_NO_IDENTITY = (
+    *(random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator),
+    *(np.random.SeedSequence, torch.Generator),
+    *(weakref.ref, weakref.ProxyType, weakref.CallableProxyType),
+    *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
+    *(threading.Thread, logging.Filterer, logging.LoggerAdapter),
+)
+
+
+def _by_text(to: Describer, value: object) -> None:
+    """Describe a library's constant, whose ``str`` is its name."""
+    to.add(type(value))
+    to.name(str(value))
+
+
+# ---- code ------------------------------------------------------------------------------------------------
+
+
+def _class(to: Describer, cls: type) -> None:
+    to.put(b"C")
+    module = _module_name(cls.__module__)
+    to.name(module, cls.__qualname__)
+    if module == "builtins":
+        return
+    version = codes.installed(module)
+    if version is not None:
+        to.name(version)
+        to.modules.add(module)
+        for name, part in sorted(codes.replaced_by_users(vars(cls)), key=itemgetter(0)):
+            to.name(name)
+            to.add(part)
+        return
+    to.add(type(cls), cls.__bases__)
+    body = {name: part for name, part in vars(cls).items() if name not in _NOT_BODY}
+    own = sorted(name for name in body if not name.startswith("_hotset"))
+    to.count(len(own))
+    for name in own:
+        to.name(name)
+        to.add(body[name])
+
+
+def _module_name(name: object) -> str:
+    """The module's name; a spawned process runs the main module under another one."""
+    return "__main__" if name == "__mp_main__" else str(name)
+
+
+def _function(to: Describer, function: types.FunctionType) -> None:
+    to.put(b"F")
+    to.add(function.__code__, function.__defaults__, function.__kwdefaults__, function.__closure__)
+    to.state(function)
+    # Not __module__: functools.wraps sets that to the wrapped function's.
+    module = _module_name(function.__globals__.get("__name__"))
+    version = codes.installed(module)
+    if version is not None:
+        to.name(version)
+        to.modules.add(module)
+        return
+    to.codes[function.__code__] = None
+    for chain in codes.loaded_globals(function.__code__):
+        _loaded(to, function.__globals__, chain)
+    for imported in codes.imports(function.__code__):
+        _imported(to, imported)
+
+
+def _loaded(to: Describer, names: dict[str, Any], chain: tuple[str, ...]) -> None:
+    """Describe what a function reads through a chain of names, from its module's globals: ``helpers.scale``.
+
+    What it reads from a library is described by the library's version, unless a user has put it there.
+    """
+    if chain[0] not in names:
+        return  # a builtin, or not defined yet: the code holds the name
+    value = names[chain[0]]
+    to.name(chain[0])
+    for name in chain[1:]:
+        if not issubclass(type(value), types.ModuleType):
+            break
+        found = vars(value).get(name)
+        if codes.installed(value.__name__) is not None and not issubclass(type(found), types.ModuleType):
+            to.add(value)
+            value = found if type(found) in _CONSTANTS or codes.is_users(found) else None
+            break
+        value = found
+    to.add(value)
+
+
+def _imported(to: Describer, module: str) -> None:
+    """Describe a module by version or source, in the same way whether it was imported yet or not."""
+    version = codes.installed(module)
+    to.name(module)
+    if version is None:
+        to.put(codes.source_of(module))
+        to.modules.add(module)
+    else:
+        to.name(version)
+
+
+def _code(to: Describer, code: types.CodeType) -> None:
+    to.put(b"K")
+    to.add(code.co_code, getattr(code, "co_exceptiontable", b""), code.co_flags)
+    to.add(code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount)
+    for names in (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars):
+        to.count(len(names))
+        to.name(*names)
+    to.count(len(code.co_consts))
+    to.constants(code.co_consts)
+
+
+def _cell(to: Describer, cell: types.CellType) -> None:
+    try:
+        content = cell.cell_contents
+    except ValueError:
+        to.put(b"e")
+        return
+    to.put(b"c")
+    to.add(content)
+
+
+def _module(to: Describer, module: types.ModuleType) -> None:
+    to.put(b"m")
+    _imported(to, module.__name__)
+
+
+def _builtin(to: Describer, function: Any) -> None:
+    """Describe a function written in C, alone or bound to its ``__self__``."""
+    to.put(b"B")
+    to.name(str(function.__qualname__))
+    owner = function.__self__
+    if owner is None or isinstance(owner, types.ModuleType):
+        module = str(function.__module__ or getattr(owner, "__name__", ""))
+        to.name(module, codes.installed(module) or "")
+    else:
+        to.add(owner)
+
+
+def _member_of_c(to: Describer, member: Any) -> None:
+    to.put(b"D")
+    to.name(type(member).__name__, member.__objclass__.__module__, member.__objclass__.__qualname__)
+    to.name(member.__name__)
+
+
+def _parts(*names: str) -> Handler:
+    """A handler for objects written in C that these attributes describe in full."""
+
+    def handler(to: Describer, value: Any) -> None:
+        to.put(b"p")
+        to.add(type(value), *(getattr(value, name) for name in names))
+        to.state(value)
+
+    return handler
+
+
+# ---- values ----------------------------------------------------------------------------------------------
+
+
+def _enum(to: Describer, member: Any) -> None:
+    to.put(b"e")
+    to.add(type(member), member._name_, member._value_)
+
+
+def _path(to: Describer, path: PurePath) -> None:
+    to.put(b"/")
+    to.add(type(path), str(path))
+
+
+def _mapping_proxy(to: Describer, proxy: types.MappingProxyType[Any, Any]) -> None:
+    to.put(b"P")
+    to.add(dict(proxy))
+
+
+def _image(to: Describer, image: Any) -> None:
+    to.put(b"I")
+    to.add(type(image), image.mode, image.size, image.tobytes(), image.getpalette(), image.info)
+
+
+def _buffer(to: Describer, buffer: Any) -> None:
+    to.put(b"b")
+    try:
+        view = buffer.raw() if isinstance(buffer, pickle.PickleBuffer) else memoryview(buffer)
+    except ValueError:  # released
+        to.add(type(buffer))
+        return
+    to.add(type(buffer), np.frombuffer(view if view.contiguous else view.tobytes(), np.uint8))
+
+
+def _cached(to: Describer, cached: Any) -> None:
+    """Describe a cached dataset by its source, as both give the same samples."""
+    to.put(b"H")
+    to.add(cached.dataset, cached._current.source)
+
+
+# ---- arrays ----------------------------------------------------------------------------------------------
+
+
+def _array(to: Describer, array: Array | np.generic) -> None:
+    to.put(b"A")
+    to.add(type(array))
+    plain = np.asarray(array)
+    to.name(repr(plain.dtype))
+    to.add(plain.shape)
+    if plain.dtype.names:
+        # Field by field, as the padding between fields does not count.
+        to.add(*(plain[name] for name in plain.dtype.names))
+    elif plain.dtype.hasobject or plain.dtype.kind in "UT":
+        to.elements(plain.ravel().tolist())
+    else:
+        _content(to, plain)
+    to.state(array)
+
+
+def _tensor(to: Describer, tensor: torch.Tensor) -> None:
+    to.put(b"X")
+    to.add(type(tensor))
+    try:
+        to.name(str(tensor.dtype), str(tensor.layout), tensor.device.type)
+        to.add(tuple(tensor.shape), tensor.requires_grad)
+        _values(to, tensor.detach())
+    except (RuntimeError, NotImplementedError):
+        if not torch.nn.parameter.is_lazy(tensor):  # a lazy parameter has no values yet
+            to.unknown(tensor)
+    to.state(tensor)
+
+
+def _values(to: Describer, tensor: torch.Tensor) -> None:
+    if tensor.is_meta:
+        return
+    if tensor.is_nested:
+        to.add(list(tensor.unbind()))
+    elif tensor.is_quantized:
+        to.add(str(tensor.qscheme()), tensor.dequantize())
+    elif tensor.layout is not torch.strided:
+        to.add(tensor.to_dense())
+    else:
+        _content(to, integers_of(tensor))
+
+
+def _storage(to: Describer, storage: Any) -> None:
+    untyped = storage.untyped()
+    to.put(b"S")
+    to.add(type(storage), torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped))
+
+
+def _script(to: Describer, scripted: Any) -> None:
+    """Describe TorchScript by its archive: nothing else has all of its code and attributes."""
+    to.put(b"J")
+    to.add(type(scripted))
+    try:
+        to.put(scripted.save_to_buffer())
+    except RuntimeError:
+        to.unknown(scripted)
+
+
+def _content(to: Describer, array: Array) -> None:
+    """Put all of an array's bytes; or, if it maps a large file, the range of the file."""
+    mapped = file_behind(array)
+    if mapped is not None:
+        to.put(b"f")
+        to.add(tuple(mapped), array.strides)
+    elif array.nbytes:
+        to.put(b"w")
+        to.put(digest_of_bytes(array))
+
+
+HANDLERS: dict[type | str, Handler] = {
+    **OF_HANDLES,
+    **OF_ARROW,
+    **OF_REMOTE_FILES,
+    **dict.fromkeys(_NO_IDENTITY, with_own_state(by_type)),
+    **dict.fromkeys((torch.dtype, torch.layout, torch.memory_format, torch.qscheme, np.dtype), _by_text),
+    **dict.fromkeys((type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)), _by_text),
+    type: _class,
+    types.FunctionType: _function,
+    types.CodeType: _code,
+    types.CellType: _cell,
+    types.ModuleType: _module,
+    types.MethodType: _parts("__func__", "__self__"),
+    **dict.fromkeys((types.BuiltinFunctionType, types.MethodWrapperType), _builtin),
+    **dict.fromkeys(_MEMBERS_OF_C, _member_of_c),
+    functools.partial: _parts("func", "args", "keywords"),
+    type(functools.lru_cache(by_type)): _parts("__wrapped__"),
+    **dict.fromkeys((staticmethod, classmethod), _parts("__func__")),
+    property: _parts("fget", "fset", "fdel"),
+    types.MappingProxyType: _mapping_proxy,
+    enum.Enum: _enum,
+    PurePath: _path,
+    re.Pattern: _parts("pattern", "flags"),
+    struct.Struct: _parts("format"),
+    **dict.fromkeys((bytearray, memoryview, pickle.PickleBuffer), _buffer),
+    **dict.fromkeys((np.ndarray, np.generic), _array),
+    torch.Tensor: _tensor,
+    **dict.fromkeys((torch.UntypedStorage, torch.TypedStorage), _storage),
+    **dict.fromkeys((torch.jit.ScriptModule, torch.jit.ScriptFunction), _script),
+    "PIL.Image.Image": _image,
+    "hotset.dataset.cached_dataset.CachedDataset": _cached,
+    "hotset.store.segment.Segment": by_type,  # its content comes from a dataset, which is described
+}

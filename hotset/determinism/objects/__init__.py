@@ -1,0 +1,1 @@
+"""Strangers' objects: what they hold and reach, and which names their code reads."""

@@ -1,0 +1,136 @@
+"""Bindings: the objects that the names in a function stand for, so that a new binding is noticed.
+
+A fingerprint describes a function with the globals and closures that it reads, as they are at that time. It
+takes milliseconds, so ``hotset.memo`` does not take one at each call. But a notebook's next cell, a late
+configuration or ``importlib.reload`` binds these names anew. So the bindings that the function reads are
+listed once, and comparing them takes a microsecond: the same names must stand for the very same objects.
+
+A name that the function itself binds (a global that counts its calls) does not count: that is its own state.
+
+An object that a program changes in place stays the same object. Where the function reaches such objects
+(:attr:`Bindings.mutable`), only another fingerprint tells.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from hotset.determinism.objects.code_dependencies import is_users, loaded_globals
+from hotset.determinism.objects.safe_access import has, is_a
+
+__all__ = ["Bindings"]
+
+_MOST = 500
+_FIXED = (type(None), bool, int, float, complex, str, bytes, types.ModuleType, types.BuiltinFunctionType)
+_ABSENT = object()
+
+
+class Bindings:
+    """The names that a function and the user's functions below it read, and the objects that they stand for.
+
+    Args:
+        function: any callable.
+
+    Attributes:
+        mutable: whether some of these objects can be changed in place.
+
+    Example:
+        >>> scale = 2
+        >>> bindings = Bindings(lambda x: x * scale)
+        >>> bindings.changed()
+        False
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.mutable = False
+        self._globals: list[tuple[dict[str, Any], str, Any]] = []
+        self._cells: list[tuple[types.CellType, Any]] = []
+        self._code: list[tuple[types.FunctionType, Any, Any, Any]] = []
+        seen: set[int] = set()
+        waiting: deque[Any] = deque([function])
+        while waiting and len(seen) < _MOST:
+            value = waiting.popleft()
+            if id(value) not in seen:
+                seen.add(id(value))
+                waiting.extend(self._note(value))
+        self.mutable |= bool(waiting)
+
+    def _note(self, value: Any) -> list[Any]:
+        """Note the names that a value reads, if it is a function; return the objects that it leads to."""
+        if is_a(value, types.FunctionType):
+            return self._note_function(value) if is_users(value) else []
+        if is_a(value, types.MethodType):
+            return [value.__func__, value.__self__]
+        wrapped = value.__wrapped__ if has(value, "__wrapped__") else None
+        if is_a(wrapped, types.FunctionType) and type(value).__module__.startswith("hotset."):
+            return [wrapped]
+        if is_a(value, type):
+            if not is_users(value):
+                return []
+            self.mutable = True  # its attributes can be set
+            return [part for part in vars(value).values() if isinstance(part, types.FunctionType)]
+        if is_a(value, (tuple, frozenset)):
+            return list(value)
+        if not is_a(value, _FIXED):
+            self.mutable = True
+        return []
+
+    def _note_function(self, function: types.FunctionType) -> list[Any]:
+        found: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        self._code.append((function, function.__code__, function.__defaults__, function.__kwdefaults__))
+        own = _bound_by(function.__code__)
+        for free, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if free not in own:
+                content = _content(cell)
+                self._cells.append((cell, content))
+                found.append(content)
+        names = function.__globals__
+        for name, *attributes in loaded_globals(function.__code__):
+            value = names.get(name, _ABSENT)
+            if value is _ABSENT or name in own:
+                continue  # a built-in, or not there yet: an error when it is called
+            self._globals.append((names, name, value))
+            for attribute in attributes:  # what the function reads from a module: ``helpers.scale``
+                if not is_a(value, types.ModuleType):
+                    break
+                inside, value = vars(value), vars(value).get(attribute, _ABSENT)
+                if value is _ABSENT:
+                    break
+                self._globals.append((inside, attribute, value))
+            if value is not _ABSENT:
+                found.append(value)
+        return found
+
+    def changed(self) -> bool:
+        """Whether a name stands for another object than when this was made."""
+        for names, name, value in self._globals:
+            if names.get(name, _ABSENT) is not value:
+                return True
+        for cell, content in self._cells:
+            if _content(cell) is not content:
+                return True
+        for function, code, defaults, named in self._code:
+            if function.__code__ is not code or function.__defaults__ is not defaults:
+                return True
+            if function.__kwdefaults__ is not named:
+                return True
+        return False
+
+
+@functools.lru_cache(maxsize=1024)
+def _bound_by(code: types.CodeType) -> frozenset[str]:
+    """The globals and the enclosing functions' names that code binds itself."""
+    steps = dis.get_instructions(code)
+    return frozenset(step.argval for step in steps if step.opname in ("STORE_GLOBAL", "STORE_DEREF"))
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return _ABSENT

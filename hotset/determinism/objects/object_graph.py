@@ -1,0 +1,327 @@
+"""The objects that an object reaches: through attributes, closures, defaults, base classes, globals.
+
+A transform's generator, or a training step's optimizer, may be in an attribute, a list of augmenters, a
+closure, a default argument, a base class, or a global that a method uses. The search is breadth first, so
+that it finds near objects before it reaches its bounds. It reads attributes without running any code of the
+object, and never copies.
+
+:func:`attributes` reads one object from outside: its own ``__getattr__``, properties and ``__eq__`` do not
+run. An object written in Python *is* its attributes: its ``__dict__`` and its slots. One with a base written
+in C (``datetime``, ``Decimal``, a pyarrow table) also holds data that only that base can read.
+:func:`solid_base` tells the two apart, much as ``copyreg`` does: it is the first base that was not made by a
+``class`` statement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import itertools
+import sys
+import types
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hotset.determinism.objects.code_dependencies import (
+    imports,
+    installed,
+    is_users,
+    loaded_globals,
+    names_in,
+)
+from hotset.determinism.objects.safe_access import is_opaque, shown, slots_of, values_of
+
+__all__ = ["attributes", "held_objects", "loaded_by", "reached_by_code", "solid_base", "within_reach"]
+
+Kinds = tuple[type, ...]
+
+_CONTAINERS: tuple[Any, ...] = (dict, list, tuple, set, frozenset, deque)
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+_HEAP_TYPE = 1 << 9
+_NAMED = (type, types.FunctionType)
+_CALLED = (types.MethodType, functools.partial, staticmethod, classmethod)
+_OBJECTS = 50_000
+_HELD = 1_000
+_REACHED = 5_000
+_DEPTH = 16
+_OF_ONE_CONTAINER = 256
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, range, torch.Tensor, np.ndarray})
+# Classes of these hold none of the objects that are looked for, and have thousands of attributes.
+_LIBRARIES = sys.stdlib_module_names | {"builtins", "datasets", "hotset", "numpy", "pyarrow", "torch"}
+
+
+def within_reach(holders: Sequence[object], kinds: Kinds) -> Iterator[tuple[str, object]]:
+    """Every object of these kinds that the holders reach, with the path to it, near ones first.
+
+    Args:
+        holders: where to begin; for a list or tuple, its elements.
+        kinds: classes. The search does not continue into an object that it finds.
+
+    Example:
+        >>> import random
+        >>> rng = random.Random(1)
+        >>> def flip(image): return image[::-1] if rng.random() < 0.5 else image
+        >>> [path for path, _ in within_reach([flip], (random.Random,))]
+        ['flip -> rng']
+    """
+    seen: dict[int, object] = {}  # keeps the objects alive, as ids are reused
+    # A chain given as one holder is named after its parts: "Flip.rng", not "tuple[1].rng".
+    chains: Iterator[Any] = (holder if type(holder) in (list, tuple) else (holder,) for holder in holders)
+    for holder in itertools.chain.from_iterable(chains):
+        queue: deque[tuple[str, Any, int]] = deque([(_name(holder), holder, 0)])
+        bound = len(seen) + _OBJECTS
+        while queue and len(seen) < bound:
+            path, node, depth = queue.popleft()
+            if id(node) in seen or is_opaque(node):
+                continue
+            found = issubclass(type(node), kinds)
+            if type(node) in _ATOMS and not found:
+                continue
+            seen[id(node)] = node
+            if found:
+                yield path, node
+            elif depth < _DEPTH:
+                for label, child in _reachable(node, kinds):
+                    # Attributes of a class are named after it: an instance may have one of that name as well.
+                    here = child.__qualname__ if issubclass(type(child), type) else path + label
+                    queue.append((here, child, depth + 1))
+
+
+def loaded_by(function: types.FunctionType) -> Iterator[Any]:
+    """What a function refers to: its closure, its defaults, and its globals without what is a library's own.
+
+    Example:
+        >>> scale = 2
+        >>> def double(x): return x * scale
+        >>> list(loaded_by(double))
+        [2]
+    """
+    return (value for _, value in _of_function(function))
+
+
+def held_objects(holder: object, kinds: Kinds = ()) -> Iterator[Any]:
+    """The object itself, and those of the user's classes that it holds in attributes and containers.
+
+    Near ones come first, a thousand at most. Those that only code reaches, through a closure or a global, are
+    left out, and what hotset's own objects hold.
+
+    Args:
+        holder: where to begin.
+        kinds: classes of libraries whose objects count as well.
+
+    Example:
+        >>> chain = types.SimpleNamespace(steps=[types.SimpleNamespace(calls=0)])
+        >>> list(held_objects(chain, (types.SimpleNamespace,))) == [chain, *chain.steps]
+        True
+    """
+    if issubclass(type(holder), _NAMED):
+        return
+    for node in _near(holder, _HELD, code=False):
+        kind = type(node)
+        if node is holder or issubclass(kind, kinds) or (not issubclass(kind, _CALLED) and is_users(node)):
+            yield node
+
+
+def reached_by_code(holder: object) -> Iterator[Any]:
+    """The user's functions, classes and objects that the holder reaches, also through code; near ones first.
+
+    It looks at five thousand objects at most, and at none of hotset's.
+
+    Example:
+        >>> held = types.SimpleNamespace(calls=0)
+        >>> list(reached_by_code(functools.partial(max, held)))
+        [namespace(calls=0)]
+    """
+    for node in _near(holder, _REACHED, code=True):
+        kind = type(node)
+        if issubclass(kind, _NAMESPACES) or (not issubclass(kind, _CALLED) and is_users(node)):
+            yield node
+
+
+def _near(holder: Any, most: int, *, code: bool) -> Iterator[Any]:
+    """The holder, and what it reaches, near ones first: no modules, nothing in hotset's own objects.
+
+    Args:
+        holder: where to begin.
+        most: how many objects to look at.
+        code: whether also through functions and classes.
+    """
+    seen: dict[int, object] = {}
+    queue: deque[Any] = deque([holder])
+    while queue and len(seen) < most:
+        node = queue.popleft()
+        kind = type(node)
+        if id(node) in seen or is_opaque(node) or kind in _ATOMS or issubclass(kind, types.ModuleType):
+            continue
+        seen[id(node)] = node
+        origin = node if issubclass(kind, _NAMED) else kind
+        if node is holder or str(origin.__module__).partition(".")[0] != "hotset":
+            yield node
+            parts = (part for _, part in _reachable(node, ()))
+            queue.extend(part for part in parts if code or not issubclass(type(part), _NAMED))
+
+
+def _name(holder: Any) -> str:
+    if issubclass(type(holder), types.MethodType):
+        return _name(holder.__self__)
+    return str(holder.__qualname__ if issubclass(type(holder), _NAMED) else type(holder).__qualname__)
+
+
+def _reachable(node: Any, kinds: Kinds) -> Iterator[tuple[str, Any]]:
+    """The objects that one object refers to, each with its part of the path.
+
+    Asks ``type(node)`` throughout: ``isinstance`` would read the object's own ``__class__`` too.
+    """
+    kind = type(node)
+    if issubclass(kind, types.ModuleType):
+        return
+    if issubclass(kind, type):
+        yield from _of_class(node)
+        return
+    if issubclass(kind, types.FunctionType):
+        yield from _of_function(node)
+    elif issubclass(kind, types.MethodType):
+        yield from (("", node.__self__), ("", node.__func__))
+    elif issubclass(kind, (types.BuiltinMethodType, types.MethodWrapperType)):
+        yield ".__self__", node.__self__
+    elif issubclass(kind, functools.partial):
+        yield from ((".func", node.func), (".args", node.args), (".keywords", node.keywords))
+    elif issubclass(kind, (staticmethod, classmethod)):
+        yield "", node.__func__
+    elif issubclass(kind, property):
+        yield from (("", accessor) for accessor in (node.fget, node.fset) if accessor)
+    elif issubclass(kind, _CONTAINERS):
+        yield from _of_container(node, kinds)
+    for name, value in attributes(node).items():
+        yield f".{name}", value
+    for cls in kind.__mro__:
+        yield "", cls
+
+
+def _of_class(cls: type) -> Iterator[tuple[str, Any]]:
+    if str(cls.__module__).partition(".")[0] not in _LIBRARIES:
+        for name, value in list(vars(cls).items()):
+            yield f".{name}", value
+
+
+def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield f".{name}", cell.cell_contents
+        except ValueError:  # an empty cell
+            continue
+    positional = code.co_varnames[: code.co_argcount]
+    defaults = function.__defaults__ or ()
+    yield from ((f"({name}=)", value) for name, value in zip(positional[::-1], defaults[::-1], strict=False))
+    yield from ((f"({name}=)", value) for name, value in (function.__kwdefaults__ or {}).items())
+    for name, *names in loaded_globals(code):
+        value, label = function.__globals__.get(name), f" -> {name}"
+        while names and isinstance(value, types.ModuleType) and _is_searched(value):
+            label += f".{names[0]}"
+            value = vars(value).get(names.pop(0))
+        if _may_hold(value, function):
+            yield label, value
+    for imported in imports(code):
+        module = sys.modules.get(imported)
+        if isinstance(module, types.ModuleType) and installed(imported) is None:
+            for name in sorted(names_in(code) & vars(module).keys()):
+                if _may_hold(vars(module)[name], function):
+                    yield f" -> {imported}.{name}", vars(module)[name]
+
+
+def _is_searched(module: types.ModuleType) -> bool:
+    return str(module.__name__).partition(".")[0] not in _LIBRARIES
+
+
+def _may_hold(value: Any, function: types.FunctionType) -> bool:
+    """Whether the search goes on into this global of a function.
+
+    Into every object: a library's transform that has a name in the user's module has state of the user's. Of
+    functions and classes, only into those of the function's own module and the user's other ones, and into
+    those that a library made for the user, which keep his objects in their closure.
+    """
+    if not issubclass(type(value), (*_NAMED, types.ModuleType)):
+        return True
+    if issubclass(type(value), types.ModuleType):
+        return False
+    module = str(value.__module__)
+    if module == function.__module__ or is_users(value):
+        return True
+    made = issubclass(type(value), types.FunctionType) and value.__closure__ is not None
+    return made and module.partition(".")[0] not in _LIBRARIES
+
+
+def _of_container(node: Any, kinds: Kinds) -> Iterator[tuple[str, Any]]:
+    """A container's elements; of a large one, evenly spread ones. A list of a million paths is skipped.
+
+    They are read by the methods of the built-in type, as those of a subclass may compute what they return.
+    """
+    base = next(base for base in _CONTAINERS if issubclass(type(node), base))
+    try:
+        held = set(map(type, values_of(node)))
+    except Exception:  # of a class that has no hash
+        held = {object}
+    if held <= _ATOMS and not any(issubclass(kind, kinds) for kind in held):
+        return
+    labelled = base.items(node) if base is dict else enumerate(base.__iter__(node))
+    step = max(1, base.__len__(node) // _OF_ONE_CONTAINER)
+    for number, (label, value) in enumerate(itertools.islice(labelled, 0, None, step)):
+        # An optimizer keeps its state by tensors, whose text waits for the device.
+        text = f"{type(label).__name__} {number}" if issubclass(type(label), torch.Tensor) else shown(label)
+        yield f"[{text}]", value
+
+
+# ---- one object ------------------------------------------------------------------------------------------
+
+
+def attributes(obj: object) -> dict[str, Any]:
+    """Return the instance attributes of ``obj`` by name, also those in slots; unset slots are left out.
+
+    The dict is new, its values are the object's own; it is empty if ``obj`` has no attributes. What hotset
+    keeps in the user's objects, or for them, is left out: attributes whose names begin with ``_hotset``.
+
+    Example:
+        >>> attributes(types.SimpleNamespace(size=3))
+        {'size': 3}
+    """
+    found: dict[str, Any] = {}
+    if is_opaque(obj):
+        return found
+    for name, slot in slots_of(obj).items():
+        with contextlib.suppress(AttributeError, TypeError):  # it is unset, or of another class
+            found[name] = slot.__get__(obj)
+    with contextlib.suppress(Exception):  # it has only slots, or no attributes, or hides them
+        found.update(object.__getattribute__(obj, "__dict__"))
+    return {name: value for name, value in found.items() if not str(name).startswith("_hotset")}
+
+
+def solid_base(cls: type) -> type:
+    """Return the nearest base of ``cls`` that was written in C; ``object`` for a class wholly in Python.
+
+    Example:
+        >>> class Text(str): ...
+        >>> solid_base(Text), solid_base(types.SimpleNamespace)
+        (<class 'str'>, <class 'types.SimpleNamespace'>)
+        >>> from torch.utils.data import Dataset
+        >>> solid_base(Dataset)
+        <class 'object'>
+    """
+    for base in cls.__mro__:
+        if not base.__flags__ & _HEAP_TYPE:
+            return base
+        # A type that C code made at run time is a heap type as well, but has an allocator of its own.
+        new = vars(base).get("__new__")
+        if isinstance(new, types.BuiltinMethodType) and new.__self__ is base:
+            return base
+        # Some of these have no constructor; a `class` statement gives attributes or slots. One that is no
+        # larger than an object (typing.Generic, from Python 3.12 on) adds nothing but methods.
+        larger = base.__basicsize__ > object.__basicsize__
+        if larger and base.__base__ is object and not vars(base).keys() & {"__dict__", "__slots__"}:
+            return base
+    return object

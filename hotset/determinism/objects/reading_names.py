@@ -1,0 +1,143 @@
+"""The names of the attributes that a dataset's reading code may read.
+
+A dataset holds more than its samples depend on: a number that only ``set_epoch`` and a live transform use, a
+list for the log. Reading is what ``__getitem__`` does, and what it calls. So the search begins there, and
+follows every name in the code: to methods and properties of the class and its bases, to the functions and
+objects that the dataset holds under that name, to functions and classes of the user's that the code loads.
+All that comes up is taken for a name of the dataset's, whatever the code reads it from.
+
+An attribute whose name does not come up is not read, unless code asks for it by a computed name
+(``getattr``), or for all at once (``vars``, ``copy``): then any may be read. So may any if the class is
+compiled code.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from hotset.determinism.objects.code_dependencies import is_users, names_in
+from hotset.determinism.objects.object_graph import held_objects, loaded_by
+from hotset.determinism.objects.safe_access import attributes_of, is_a, is_opaque, length, values_of
+
+__all__ = ["names_read"]
+
+_READING = ("__getitem__", "__getitems__", "__getattr__", "__getattribute__")
+_IN_READING = ("__len__", "__iter__", "__call__", "__enter__", "__exit__")  # which code calls without a name
+_OF_ANY_NAME = frozenset(
+    {*("getattr", "vars", "dir", "eval", "exec", "locals", "attrgetter", "methodcaller", "getmembers")}
+    | {*("copy", "deepcopy", "dumps", "asdict", "fields")}
+    | {*("__dict__", "__getattribute__", "__getstate__", "__reduce_ex__")}
+)
+_CONTAINERS = (list, tuple, dict)
+_MOST = 256  # functions, and elements of a container
+_MOST_VALUES = 10_000
+
+
+def names_read(dataset: Any, but: Collection[str] = ()) -> frozenset[str] | None:
+    """All names in the code that reads samples; None if it may read attributes of any name.
+
+    Args:
+        dataset: the dataset.
+        but: attributes whose objects do not count, such as transforms.
+
+    Example:
+        >>> class Squares:
+        ...     def __init__(self): self.root, self.epoch = 3, 0
+        ...     def __getitem__(self, index): return self.scaled(index) ** 2
+        ...     def scaled(self, index): return self.root * index
+        >>> sorted(names_read(Squares()))
+        ['root', 'scaled']
+    """
+    kind, held = type(dataset), attributes_of(dataset) or {}
+    search = _Search()
+    for name in _READING:
+        search.add_of_class(kind, name)
+    if not search.waiting:
+        return None
+    for name in _IN_READING:
+        search.add_of_class(kind, name)
+    names: set[str] = set()
+    while search.waiting:
+        function = search.waiting.pop()
+        found = names_in(function.__code__)
+        if found & _OF_ANY_NAME or search.is_too_wide:
+            return None
+        for name in found - names:
+            search.add_of_class(kind, name)
+            if name in held and name not in but:
+                search.add(held[name])
+        if is_users(function):
+            search.add(*loaded_by(function))
+        names |= found
+    return None if search.is_too_wide else frozenset(names)
+
+
+class _Search:
+    """Finds the functions that may run if code uses a value; each value is looked at once.
+
+    (An enumeration holds its members, and each member is of that enumeration.)
+
+    Attributes:
+        waiting: functions that were found, each code once.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: list[types.FunctionType] = []
+        self._codes: set[types.CodeType] = set()
+        self._is_blind = False
+        self._seen: dict[int, Any] = {}  # by identity; kept, so that no other value gets the same one
+
+    @property
+    def is_too_wide(self) -> bool:
+        """Whether there is more than can be looked through."""
+        return self._is_blind or len(self._codes) > _MOST or len(self._seen) > _MOST_VALUES
+
+    def add_of_class(self, kind: type, name: str) -> None:
+        """Add the functions of a class and its bases that a name may stand for."""
+        self.add(*(vars(cls)[name] for cls in kind.__mro__ if name in vars(cls)))
+
+    def add(self, *values: Any) -> None:
+        """Add the functions that may run if code uses these values."""
+        queue = list(values)
+        while queue and not self.is_too_wide:
+            value = queue.pop()
+            if id(value) in self._seen:
+                continue
+            self._seen[id(value)] = value
+            if is_opaque(value):
+                self._is_blind = True  # nobody knows what its code reads
+            elif type(value) is not types.FunctionType:
+                queue += _parts(value)
+            elif value.__code__ not in self._codes:
+                self._codes.add(value.__code__)
+                self.waiting.append(value)
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """What may run if code uses this value, or has parts that may."""
+    kind = type(value)
+    if issubclass(kind, (staticmethod, classmethod)):
+        return (value.__func__,)
+    if issubclass(kind, property):
+        return (value.fget,)
+    if issubclass(kind, functools.cached_property):
+        return (value.func,)
+    if issubclass(kind, types.MethodType):
+        return (value.__func__, value.__self__)
+    if issubclass(kind, functools.partial):
+        return (value.func, *value.args, *value.keywords.values())
+    if issubclass(kind, type):
+        return (*vars(value).values(), *value.__bases__) if is_users(value) else ()
+    if issubclass(kind, _CONTAINERS) and length(value) <= _MOST:
+        return values_of(value)
+    if is_a(value, Dataset):
+        return ()  # its own code is looked at by itself
+    held = (each for each in held_objects(value) if not is_a(each, (Dataset, *_CONTAINERS)))
+    wrapped = inspect.getattr_static(value, "__wrapped__", None)
+    return (wrapped, *(type(each) for each in held if is_users(each)))

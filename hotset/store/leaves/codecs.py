@@ -1,0 +1,257 @@
+"""Codecs: how objects are flattened to leaves and built again.
+
+A codec is two functions for one exact type: ``flatten(obj)`` gives a tree of dicts, lists, tuples and leaves;
+``unflatten(tree)`` the object again. The built-in ones cover PIL images and image files
+(:mod:`hotset.store.leaves.pictures`), torchvision's tv_tensors, MONAI's MetaTensor, numpy's memmap, and
+ordinary types of the standard library (sets, dates, paths, ...). They are looked up by the type's module, so
+that hotset imports no library that the user has not imported already. Users add codecs with
+:func:`register_codec`.
+
+Nothing is pickled, unless a codec of the user's does so.
+"""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import zoneinfo
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import PosixPath, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import numpy as np
+import torch
+
+from hotset.errors import ArgumentError
+from hotset.store.leaves import pictures
+from hotset.store.leaves.leaf import SchemaMismatch
+from hotset.store.leaves.python_leaves import name_of_type
+
+__all__ = ["Codec", "codec_named", "codec_of", "given_codec", "register_codec"]
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How objects of one type are taken apart and put together.
+
+    Attributes:
+        name: ``module:qualname`` of the type.
+        flatten: object to tree; may raise SchemaMismatch for an object that could not come back as it was.
+        unflatten: tree to object; the arrays in it are the object's own.
+        stacks: which part of the tree ``default_collate`` stacks to a plain tensor; None if it needs objects.
+    """
+
+    name: str
+    flatten: Callable[[Any], Any]
+    unflatten: Callable[[Any], Any]
+    stacks: int | None = None
+
+
+_registered: dict[str, Codec] = {}
+_given: set[str] = set()  # those of them that are the user's
+
+
+def register_codec(cls: type, flatten: Callable[[Any], Any], unflatten: Callable[[Any], Any]) -> None:
+    """Make objects of exactly this type cacheable.
+
+    Args:
+        cls: the type; subclasses need a codec of their own.
+        flatten: takes an object, returns a tree of dicts, lists, tuples, namedtuples and dataclasses over
+            tensors, numpy arrays, numbers, str, bytes and None that describes it completely.
+        unflatten: takes such a tree, returns an equal object. It may keep the arrays: they are copies.
+
+    Raises:
+        ArgumentError: ``cls`` is not a type, or one of the two cannot be called.
+
+    Example:
+        >>> from fractions import Fraction
+        >>> register_codec(Fraction, lambda f: (f.numerator, f.denominator), lambda t: Fraction(*t))
+    """
+    if not isinstance(cls, type) or not callable(flatten) or not callable(unflatten):
+        raise ArgumentError(
+            "register_codec(cls, flatten, unflatten): cls must be a type, and the other two callable."
+        )
+    name = name_of_type(cls)
+    _registered[name] = Codec(name, flatten, unflatten)
+    _given.add(name)
+
+
+def codec_of(value: object) -> Codec | None:
+    """Return the codec for this object's type, or None."""
+    return codec_named(name_of_type(type(value)))
+
+
+def given_codec(value: object) -> Codec | None:
+    """Return the codec that the user has registered for this object's type, or None."""
+    name = name_of_type(type(value))
+    return _registered[name] if name in _given else None
+
+
+def codec_named(name: str) -> Codec | None:
+    """Return the codec for the type of that name, or None."""
+    if name not in _registered:
+        builtin = _BUILTIN.get(name)
+        if builtin is None and name.startswith("torchvision.tv_tensors."):
+            builtin = _tv_tensor(name)
+        if builtin is None and (found := pictures.image_file(name)) is not None:
+            builtin = Codec(name, *found)
+        if builtin is None:
+            return None
+        _registered[name] = builtin
+    return _registered[name]
+
+
+def _flatten_meta(value: Any) -> Any:
+    return {
+        "array": value.as_tensor(),
+        "meta": dict(value.meta),
+        "applied_operations": list(value.applied_operations),
+    }
+
+
+def _unflatten_meta(tree: Any) -> Any:
+    from monai.data.meta_tensor import MetaTensor
+
+    return MetaTensor(tree["array"], meta=tree["meta"], applied_operations=tree["applied_operations"])
+
+
+def _tv_tensor(name: str) -> Codec | None:
+    """A codec for one class of torchvision.tv_tensors: the tensor, and what boxes and points know besides."""
+    from torchvision import tv_tensors
+
+    cls = getattr(tv_tensors, name.partition(":")[2], None)
+    if not (isinstance(cls, type) and issubclass(cls, torch.Tensor)):
+        return None
+
+    def flatten(value: Any) -> Any:
+        return (value.as_subclass(torch.Tensor), dict(vars(value)))
+
+    def unflatten(tree: Any) -> Any:
+        tensor, known = tree
+        value = tensor.as_subclass(cls)
+        vars(value).update(known)
+        return value
+
+    return Codec(name, flatten, unflatten, stacks=0)
+
+
+# ---- numpy and the standard library ---------------------------------------------------------------------
+
+_FACTORIES = {kind.__name__: kind for kind in (list, dict, set, tuple, int, float, bool, str, bytes)}
+
+
+def _flatten_memmap(value: Any) -> Any:
+    # A copy of a memmap is a memmap in memory, without a file. That is what comes back.
+    return (np.asarray(value),)
+
+
+def _flatten_defaultdict(value: Any) -> Any:
+    factory = value.default_factory
+    if factory is not None and factory is not _FACTORIES.get(getattr(factory, "__name__", "")):
+        raise SchemaMismatch(f"a defaultdict that makes {factory!r}; only {', '.join(_FACTORIES)} are stored")
+    return ("" if factory is None else factory.__name__, dict(value))
+
+
+def _unflatten_defaultdict(tree: Any) -> Any:
+    factory, items = tree
+    return defaultdict(_FACTORIES[factory] if factory else None, items)
+
+
+def _flatten_set(value: Any) -> Any:
+    # Numbers as one array, so that sets of different sizes share a form.
+    if all(type(each) is int and -(1 << 63) <= each < 1 << 63 for each in value):
+        return np.fromiter(value, np.int64, len(value))
+    return sorted(value, key=lambda each: type(each).__qualname__)  # so that more of them share a form
+
+
+def _elements(tree: Any) -> Any:
+    return tree.tolist() if isinstance(tree, np.ndarray) else tree
+
+
+def _flatten_datetime(value: Any) -> Any:
+    zone = _flatten_zone(value.tzinfo)
+    return (value.year, value.month, value.day, *_clock(value), zone)
+
+
+def _flatten_time(value: Any) -> Any:
+    return (*_clock(value), _flatten_zone(value.tzinfo))
+
+
+def _clock(value: Any) -> tuple[int, ...]:
+    return (value.hour, value.minute, value.second, value.microsecond, value.fold)
+
+
+def _flatten_zone(zone: Any) -> Any:
+    """None, the seconds, microseconds and name of a fixed offset, or the key of a time zone."""
+    if zone is None:
+        return None
+    if type(zone) is zoneinfo.ZoneInfo and zone.key is not None:
+        return zone.key
+    if type(zone) is datetime.timezone:
+        offset, *name = zone.__getinitargs__()  # type: ignore[attr-defined]
+        return (_flatten_timedelta(offset), *name)
+    raise SchemaMismatch(f"a time in {zone!r}, which is neither a fixed offset nor a ZoneInfo with a key")
+
+
+def _unflatten_zone(tree: Any) -> Any:
+    if tree is None:
+        return None
+    if isinstance(tree, str):
+        return zoneinfo.ZoneInfo(tree)
+    offset, *name = tree
+    return datetime.timezone(datetime.timedelta(*offset), *name)
+
+
+def _unflatten_datetime(tree: Any) -> Any:
+    *date, hour, minute, second, microsecond, fold, zone = tree
+    time = _unflatten_time((hour, minute, second, microsecond, fold, zone))
+    return datetime.datetime.combine(datetime.date(*date), time)
+
+
+def _unflatten_time(tree: Any) -> Any:
+    hour, minute, second, microsecond, fold, zone = tree
+    return datetime.time(hour, minute, second, microsecond, _unflatten_zone(zone), fold=fold)
+
+
+def _flatten_timedelta(value: Any) -> Any:
+    return (value.days, value.seconds, value.microseconds)
+
+
+def _flatten_deque(value: Any) -> Any:
+    return (value.maxlen, list(value))
+
+
+def _flatten_range(value: Any) -> Any:
+    return (value.start, value.stop, value.step)
+
+
+_PLAIN: tuple[tuple[type, Callable[[Any], Any], Callable[[Any], Any]], ...] = (
+    (set, _flatten_set, lambda tree: set(_elements(tree))),
+    (frozenset, _flatten_set, lambda tree: frozenset(_elements(tree))),
+    (deque, _flatten_deque, lambda tree: deque(tree[1], tree[0])),
+    (defaultdict, _flatten_defaultdict, _unflatten_defaultdict),
+    (Counter, dict, Counter),
+    (range, _flatten_range, lambda tree: range(*tree)),
+    (slice, _flatten_range, lambda tree: slice(*tree)),
+    (bytearray, bytes, bytearray),
+    (datetime.datetime, _flatten_datetime, _unflatten_datetime),
+    (datetime.date, lambda value: (value.year, value.month, value.day), lambda tree: datetime.date(*tree)),
+    (datetime.time, _flatten_time, _unflatten_time),
+    (datetime.timedelta, _flatten_timedelta, lambda tree: datetime.timedelta(*tree)),
+    (decimal.Decimal, str, decimal.Decimal),
+    (torch.Size, list, torch.Size),
+    (np.str_, str, np.str_),
+    *((kind, str, kind) for kind in (PurePosixPath, PureWindowsPath, PosixPath)),
+)
+
+_BUILTIN = {
+    codec.name: codec
+    for codec in (
+        *(Codec(name_of_type(kind), flatten, unflatten) for kind, flatten, unflatten in _PLAIN),
+        Codec(name_of_type(np.memmap), _flatten_memmap, lambda tree: tree[0].view(np.memmap), stacks=0),
+        Codec("PIL.Image:Image", pictures.flatten_image, pictures.unflatten_image),
+        Codec("monai.data.meta_tensor:MetaTensor", _flatten_meta, _unflatten_meta),
+    )
+}

@@ -1,0 +1,179 @@
+"""Pictures of Pillow: how they are flattened to leaves and built again.
+
+A picture is its mode, size, palette, ``info``, and pixels. A picture that a dataset has opened (a
+``JpegImageFile``) and may have loaded is one too: its pixels are loaded, and what comes back is of the same
+class, as after pickling: without the file. ``info`` and small attributes are stored as Python literals.
+
+Pillow is imported only for a picture that is there, or was stored.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+from hotset.store.leaves.leaf import SchemaMismatch
+
+__all__ = ["flatten_image", "image_file", "unflatten_image"]
+
+# The bytes of one pixel in the bytes of a whole picture; of mode "1" a row is padded to whole bytes.
+_PIXEL_BYTES = {
+    "L": 1,
+    "P": 1,
+    "LA": 2,
+    "PA": 2,
+    "La": 2,
+    "I;16": 2,
+    "RGB": 3,
+    "YCbCr": 3,
+    "HSV": 3,
+    "LAB": 3,
+}
+# Pictures of one camera or program say the same of themselves.
+_SHORT = 2048
+_parsed = functools.lru_cache(maxsize=256)(ast.literal_eval)
+_IMAGE_FILE = re.compile(r"PIL\.\w+ImagePlugin:\w+")
+_KEPT = frozenset({int, float, bool, str, type(None)})
+# Public attributes of any picture, which are stored otherwise or say nothing of its content.
+_OF_IMAGE = frozenset({"im", "mode", "size", "palette", "info", "readonly", "pyaccess", "map", "category"})
+# Attributes of an open file; the picture that comes back has none.
+_NO_FILE = {"fp": None, "_exclusive_fp": False, "readonly": 0}
+_OF_FILE = frozenset(
+    {"_mode", "_exif", "_im", "palette", "map", *_NO_FILE, "_fp", "_close_exclusive_fp_after_loading"}
+)
+
+
+def flatten_image(image: Any) -> Any:
+    own = {key: part for key, part in vars(image).items() if key[:1] != "_" and key not in _OF_IMAGE}
+    # A picture to which a program has given attributes has one leaf more.
+    return _flattened(image, *[_literal(own, "the attributes")] if own else [])
+
+
+def _flattened(image: Any, *own: str) -> Any:
+    pixels = _pixels(image)  # first: loading a file may change mode, palette and info
+    palette = image.getpalette(image.palette.mode) if image.palette is not None else None
+    colours = (image.palette.mode, bytes(palette)) if palette is not None else ("", b"")
+    # What a file's headers said travels with a PIL image, and transforms may look at it (EXIF rotation).
+    info = _literal(image.info, "its info")
+    return (image.mode, image.width, image.height, info, *colours, *own, pixels)
+
+
+def unflatten_image(tree: Any) -> Any:
+    from PIL import Image
+
+    mode, width, height, info, palette_mode, palette, *own, pixels = tree
+    image = Image.new(mode, (width, height), None)  # its pixels are not set twice
+    if pixels:
+        image.frombytes(pixels)
+    if palette_mode:
+        image.putpalette(palette, palette_mode)
+    image.info = _value(info)
+    if own:
+        vars(image).update(_value(own[0]))
+    return image
+
+
+def _pixels(image: Any) -> bytes:
+    """The bytes of a picture; loads it, if it is a file that was only opened.
+
+    ``tobytes`` encodes 64 KiB at a time and joins the parts, which are two new pieces of memory for each
+    picture. The encoder itself can give all of them at once.
+
+    Raises:
+        SchemaMismatch: it cannot be loaded.
+    """
+    from PIL import Image
+
+    try:
+        image.load()
+    except Exception as error:  # Pillow raises errors of many kinds for a damaged file
+        raise SchemaMismatch(f"a PIL image that cannot be loaded ({error})") from error
+    size = image.width * image.height * _PIXEL_BYTES.get(image.mode, 4)
+    if size:
+        try:
+            encoder = Image._getencoder(image.mode, "raw", image.mode)
+            try:
+                encoder.setimage(image.im, (0, 0, *image.size))
+                _, ended, data = encoder.encode(size)
+            finally:
+                encoder.cleanup()
+            if ended > 0:
+                return data
+        except (AttributeError, TypeError):  # another version of Pillow
+            pass
+    return image.tobytes()  # type: ignore[no-any-return]
+
+
+def _literal(value: Any, what: str) -> str:
+    """A value as Python's literal.
+
+    Raises:
+        SchemaMismatch: it has no literal that is equal to it.
+    """
+    text = repr(value)
+    try:
+        if ast.literal_eval(text) != value if len(text) > _SHORT else _parsed(text) != value:
+            raise SchemaMismatch(f"a PIL image of which {what} cannot be stored as text")
+    except (ValueError, SyntaxError) as error:
+        raise SchemaMismatch(f"a PIL image with objects in {what}") from error
+    return text
+
+
+def _value(text: str) -> Any:
+    """The value of a literal; new dicts and lists each time."""
+    return ast.literal_eval(text) if len(text) > _SHORT else _fresh(_parsed(text))
+
+
+def _fresh(value: Any) -> Any:
+    if type(value) is dict:
+        return {key: _fresh(part) for key, part in value.items()}
+    return list(map(_fresh, value)) if type(value) is list else value
+
+
+def image_file(name: str) -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
+    """Return how a class of Pillow's that reads files is flattened and built again; None if it is not one.
+
+    What comes back is of that class, as after pickling: the picture without the file. Numbers and texts that
+    it keeps as attributes are there as well.
+
+    Args:
+        name: ``module:qualname`` of the class, such as ``PIL.JpegImagePlugin:JpegImageFile``.
+    """
+    if not _IMAGE_FILE.fullmatch(name):
+        return None
+    module, _, qualname = name.partition(":")
+    from PIL import ImageFile
+
+    cls = getattr(importlib.import_module(module), qualname, None)
+    if not (isinstance(cls, type) and issubclass(cls, ImageFile.ImageFile)):
+        return None
+
+    def flatten(image: Any) -> Any:
+        if hasattr(image, "tag_v2"):
+            raise SchemaMismatch(f"a {qualname}, whose tags are read from its file; .copy() makes a picture")
+        # The class notes the number of frames as it is asked for.
+        if getattr(image, "is_animated", False) or getattr(image, "n_frames", 1) > 1:
+            raise SchemaMismatch(f"a {qualname} of several frames, of which only one would be stored")
+        picture = _flattened(image)
+        kept = {key: part for key, part in vars(image).items() if _is_kept(key, part)}
+        return (*picture[:-1], _literal(kept, "the attributes"), picture[-1])
+
+    def unflatten(tree: Any) -> Any:
+        mode, width, height, info, palette_mode, palette, kept, pixels = tree
+        image = cls.__new__(cls)
+        # Not the method of the class itself, which may want more: JpegImageFile's wants its layers.
+        ImageFile.ImageFile.__setstate__(image, [_value(info), mode, (width, height), None, pixels])
+        if palette_mode:
+            image.putpalette(palette, palette_mode)
+        vars(image).update(_NO_FILE | _value(kept))
+        return image
+
+    return flatten, unflatten
+
+
+def _is_kept(name: str, value: Any) -> bool:
+    return (type(value) in _KEPT and name not in _OF_FILE) or name == "layer"  # of JPEG: its subsampling
