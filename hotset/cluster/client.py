@@ -47,13 +47,7 @@ from hotset.cluster.membership import PATIENCE, Keys, Membership, MembershipFile
 from hotset.cluster.peer_stats import Backoff, PeerStats, PeerStatsFile, read_peer_stats
 from hotset.cluster.protocol import Head, Malformed, Operation, Status
 from hotset.cluster.sealing import Credentials, Sealing, Unsealable
-from hotset.cluster.sockets import (
-    ask_by_curve,
-    ask_by_password,
-    close,
-    open_socket,
-    require_descriptors,
-)
+from hotset.cluster.sockets import ask_by_curve, ask_by_password, close, open_socket, require_descriptors
 from hotset.cluster.wire_records import UNANSWERED, CacheIdentity, Longs, WireRecords
 
 __all__ = ["Connections", "Peer", "PendingRequest", "SessionPeers"]
@@ -98,8 +92,7 @@ class PendingRequest:
     def wait(self, deadline: float) -> WireRecords:
         """Wait for the answer, and verify its records; without an answer, all samples are ``UNANSWERED``.
 
-        Args:
-            deadline: of :func:`time.monotonic`. The peer has failed if it passes.
+        The peer has failed if the deadline, of :func:`time.monotonic`, passes.
         """
         found = self._answered(deadline, self._parse)
         if found is None:
@@ -110,12 +103,8 @@ class PendingRequest:
         return self._verified(found)
 
     def words(self, deadline: float) -> Longs | None:
-        """Wait for the words that answer words; None if there are none.
-
-        Args:
-            deadline: see :meth:`wait`.
-        """
-        return self._answered(deadline, self._parse_words)
+        """Wait, as :meth:`wait` does, for the words that answer words; None if there are none."""
+        return self._answered(deadline, protocol.parse_words)
 
     def _answered(self, deadline: float, parse: Callable[[Head, Sequence[memoryview]], T]) -> T | None:
         peer = self._peer
@@ -139,7 +128,7 @@ class PendingRequest:
             said = (self.head.operation, self.head.fingerprint, self.head.layout, self.head.samples)
             if said != (self.operation, self.cache.fingerprint, self.cache.layout, len(self.ids)):
                 raise Malformed("has sent an answer that does not fit the request")
-            found = parse(self.head, frames)
+            found = parse(self.head, frames[1:])
         except Malformed as error:
             peer.fail(str(error))
             return None
@@ -148,10 +137,7 @@ class PendingRequest:
 
     def _parse(self, head: Head, frames: Sequence[memoryview]) -> WireRecords:
         bare = self.operation is Operation.PUT
-        return protocol.parse_records(head, frames[1:], self.ids, self.cache, bare=bare)
-
-    def _parse_words(self, head: Head, frames: Sequence[memoryview]) -> Longs:
-        return protocol.parse_words(head, frames[1:])
+        return protocol.parse_records(head, frames, self.ids, self.cache, bare=bare)
 
     def _verified(self, records: WireRecords) -> WireRecords:
         """The sound ones of these records: nothing else ever reaches the caller."""
@@ -202,46 +188,40 @@ class Peer:
                 bytes, the rest is ``truncated`` and has to be asked for again.
         """
         self.traffic.asked += len(ids)
-        return self._ask(cache, ids, Operation.CLAIM if claim else Operation.GET)
+        operation = Operation.CLAIM if claim else Operation.GET
+        request = PendingRequest(self, cache, ids, operation)
+        return self._sent(request, lambda number: protocol.get(number, cache, ids, operation))
 
     def clear(self, cache: CacheIdentity, clears: int) -> PendingRequest:
-        """Ask it to forget every record of a cache: see :meth:`Service.clear`. It has, if there are words."""
+        """Ask it to forget every record of a cache (:meth:`StoreService.clear`); words answer if it has."""
         word = np.array([clears])
         request = PendingRequest(self, cache, word, Operation.CLEAR)
-        self._send(request, lambda number: protocol.clear(number, cache, word))
-        return request
-
-    def _ask(self, cache: CacheIdentity, ids: Longs, operation: Operation) -> PendingRequest:
-        request = PendingRequest(self, cache, ids, operation)
-        self._send(request, lambda number: protocol.get(number, cache, ids, operation))
-        return request
+        return self._sent(request, lambda number: protocol.clear(number, cache, word))
 
     def put(self, cache: CacheIdentity, ids: Longs, records: WireRecords) -> PendingRequest:
         """Send records of these samples, ``protocol.LARGEST`` bytes at most; never waits."""
         request = PendingRequest(self, cache, ids, Operation.PUT)
-        self._send(request, lambda number: protocol.put(number, cache, ids, records))
-        return request
+        return self._sent(request, lambda number: protocol.put(number, cache, ids, records))
 
-    def _send(self, request: PendingRequest, frames: Callable[[int], list[Any]]) -> None:
+    def _sent(self, request: PendingRequest, frames: Callable[[int], list[Any]]) -> PendingRequest:
+        """The request, sent if that is possible, and lost otherwise."""
         if self._pid != os.getpid():
             self._leave_to_parent()
-        if (
-            self.is_backing_off
-            or self._backoffs[request.cache.fingerprint].is_active
-            or len(self._open) >= _IN_FLIGHT
-        ):
+        backs_off = self.is_backing_off or self._backoffs[request.cache.fingerprint].is_active
+        if backs_off or len(self._open) >= _IN_FLIGHT:
             request.is_lost = True
-            return
+            return request
         try:
             if self._socket is None:
                 self._connect()
         except (OSError, zmq.ZMQError) as error:
             request.is_lost = True
             self.fail(f"cannot be connected to: {error}")
-            return
+            return request
         number = self._number = (self._number + 1) % (1 << 64)
         self._open[number] = request
         self._send_frames(frames(number))
+        return request
 
     def _send_frames(self, frames: list[Any]) -> None:
         if self._unsent is not None:
@@ -455,9 +435,6 @@ class SessionPeers:
     """The other machines of a session, as one process asks them. Used by one thread at a time.
 
     What passes between this machine and the others is added to the session's statistics file.
-
-    Args:
-        number: of the session on this machine.
 
     Attributes:
         by_name: the other machines.

@@ -205,11 +205,7 @@ class Directory:
         ]
 
     def plan(self, meeting: str, who: str) -> Described | bool:
-        """Return how a dataset is cached.
-
-        Args:
-            meeting: of the dataset's cache.
-            who: names the process that asks.
+        """Return how the dataset of this meeting is cached; ``who`` names the process that asks.
 
         Returns:
             The cache's description; True if this process has to plan, and :meth:`publish` the result; False
@@ -230,13 +226,7 @@ class Directory:
         self._plans.pop(described.meeting, None)
 
     def has_alike(self, name: str, samples: int, maker: str) -> bool:
-        """Whether another machine has planned for a dataset of that class and length.
-
-        Args:
-            name: of the class.
-            samples: length.
-            maker: the machine's own name.
-        """
+        """Whether another machine than ``maker`` has planned for a dataset of that class and length."""
         return any(
             cache.samples == samples and cache.about["name"] == name and cache.about.get("maker") != maker
             for cache in self._caches.values()

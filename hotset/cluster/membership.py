@@ -206,11 +206,7 @@ def _member(said: Any) -> Member:
 
 
 class MembershipFile:
-    """A session's membership as one process sees it, read again when it was written anew.
-
-    Args:
-        number: of the session.
-    """
+    """A session's membership as one process sees it, read again when it was written anew."""
 
     def __init__(self, number: int) -> None:
         self._number = number

@@ -53,11 +53,7 @@ _UNASKED_SECONDS = 60.0
 
 
 def fingerprint_of(about: dict[str, Any]) -> bytes:
-    """The 16 bytes that identify a cache in its session, from its fingerprint or the user's key.
-
-    Args:
-        about: its metadata.
-    """
+    """The 16 bytes that identify a cache in its session, from the metadata: of fingerprint, or user's key."""
     text = str(about["fingerprint"]).encode("utf-8", "surrogatepass")
     return hashlib.blake2b(text, digest_size=16).digest()
 
@@ -89,11 +85,7 @@ class Node:
     """
 
     def __init__(
-        self,
-        name: str,
-        memory: int | None,
-        host: str,
-        beat: Callable[[Heartbeat], HeartbeatReply],
+        self, name: str, memory: int | None, host: str, beat: Callable[[Heartbeat], HeartbeatReply]
     ) -> None:
         self._name = name
         self.session = find_or_make(name, memory)
@@ -155,11 +147,10 @@ class Node:
                 "stored": round(sum(cache.mean_bytes * cache.cached for cache in caches)),
                 "hits": sum(cache.hits for cache in caches),
                 "misses": sum(cache.misses for cache in caches),
+                "memory": report.memory,
             }
-            said["memory"] = report.memory
-            said["peers"] = {
-                name: asdict(traffic) for name, traffic in read_peer_stats(self.session.number).items()
-            }
+            peers = read_peer_stats(self.session.number)
+            said["peers"] = {name: asdict(traffic) for name, traffic in peers.items()}
         return said
 
     def _capacity(self) -> int:
@@ -299,9 +290,9 @@ class Node:
 
         def create(place: CacheLocation) -> Store:
             about = {**described.about, "meeting": described.meeting}
-            spill = place.spill and SpillTo(place.folder, place.spill, keeps_all=place.persist)
+            spill = SpillTo(place.folder, place.spill, keeps_all=place.persist) if place.spill else None
             return Store.create(
-                schema, described.samples, place.limit, about=about, path=place.path, spill=spill or None
+                schema, described.samples, place.limit, about=about, path=place.path, spill=spill
             )
 
         def attach(path: str) -> Store:

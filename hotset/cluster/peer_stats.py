@@ -117,11 +117,7 @@ def _rows(fd: int) -> Any:
 
 
 class PeerStatsFile:
-    """Adds up what one process has counted.
-
-    Args:
-        number: of the session.
-    """
+    """Adds what one process has counted to a session's statistics file."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -129,12 +125,7 @@ class PeerStatsFile:
         self._last = time.monotonic()
 
     def add(self, traffics: dict[str, PeerStats], *, now: bool = False) -> None:
-        """Add what was counted since the last time, if that is half a second ago.
-
-        Args:
-            traffics: of each machine, by its name.
-            now: add at once, however long ago that is.
-        """
+        """Add what was counted since the last time, if that is half a second ago; ``now``: in any case."""
         if not now and time.monotonic() - self._last < _EVERY_SECONDS:
             return
         self._last = time.monotonic()

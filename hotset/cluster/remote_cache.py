@@ -49,6 +49,8 @@ class _Ahead(NamedTuple):
 class RemoteCache:
     """The other machines of a session, as this process uses them for one cache; it pickles.
 
+    Its methods are given this machine's part of the cache, ``store``.
+
     Args:
         number: of the session on this machine.
         fingerprint: of the cache, 16 bytes.
@@ -71,18 +73,13 @@ class RemoteCache:
         Finalize(None, _count_up, (weakref.ref(self),), exitpriority=0)
 
     def __reduce__(self) -> Any:
-        return _restored, (self._number, self._fingerprint, self._replicate)
+        return partial(RemoteCache, replicate=self._replicate), (self._number, self._fingerprint)
 
     def fetch(self, store: Store, ids: Longs, read: Read) -> Fetched:
         """Get the samples that this machine lacks, but for those that it has to read and keep itself.
 
-        Args:
-            store: this machine's part of the cache.
-            ids: sample ids.
-            read: the source and its prefix.
-
         Raises:
-            Whatever ``read`` raises, untouched.
+            Whatever ``read``, the source and its prefix, raises, untouched.
         """
         missing = self._missing(store, ids)
         if not len(missing) or store.clear_generation() is None:
@@ -103,12 +100,7 @@ class RemoteCache:
                 self._peers.count()
 
     def pass_on(self, store: Store, samples: dict[int, Any]) -> bool:
-        """Send samples that this machine has no room for to other machines; whether all of them are kept now.
-
-        Args:
-            store: this machine's part of the cache.
-            samples: that were read for it, by sample id.
-        """
+        """Send samples for which this machine has no room to others; whether all of them are kept now."""
         if store.why_full is None:
             return False
         with self._using_peers():
@@ -125,9 +117,7 @@ class RemoteCache:
     def prefetch(self, store: Store, ids: Longs) -> None:
         """Ask for those samples of a coming batch that this machine lacks; returns at once.
 
-        Args:
-            store: this machine's part of the cache.
-            ids: of one batch, as :meth:`fetch` will be given them.
+        The ids must be those of one batch, as :meth:`fetch` will be given them.
         """
         missing = self._missing(store, ids)
         if not len(missing) or store.clear_generation() is None or self._pid != os.getpid():
@@ -178,11 +168,7 @@ class RemoteCache:
     # ---- all of it -----------------------------------------------------------------------------------
 
     def clear(self, store: Store, name: str) -> None:
-        """Make all other machines forget their parts of the cache.
-
-        Args:
-            store: this machine's part.
-            name: of the dataset, for people.
+        """Make all other machines forget their parts of the cache; ``name`` is the dataset's, for people.
 
         Raises:
             SegmentError: some machines have not confirmed that they have.
@@ -254,10 +240,6 @@ class RemoteCache:
         if self._pid == os.getpid():
             self._peers.close()
         self._ahead = {}
-
-
-def _restored(number: int, fingerprint: bytes, replicate: bool) -> RemoteCache:
-    return RemoteCache(number, fingerprint, replicate=replicate)
 
 
 def _count_up(of: weakref.ref[RemoteCache]) -> None:

@@ -87,11 +87,7 @@ class Credentials(NamedTuple):
 
 
 class Sealing:
-    """One end of a connection. Used by one thread at a time.
-
-    Args:
-        credentials: of the connection.
-        serves: whether this is the server's end.
+    """One end of a connection, the server's if it ``serves``. Used by one thread at a time.
 
     Example:
         >>> given = Credentials.new(port=1)
@@ -112,12 +108,7 @@ class Sealing:
         self._sent = self._received = 0
 
     def seal(self, frames: Sequence[Frame], *, overwrite: bool = False) -> list[Frame]:
-        """Encrypt a message.
-
-        Args:
-            frames: of the message.
-            overwrite: encrypt where they lie those that can be written to; their memory is the message's.
-        """
+        """Encrypt a message; with ``overwrite``, frames that can be written to where they lie."""
         self._sent += 1
         cipher = Cipher(self._key, modes.GCM(_nonce(self._out, self._sent))).encryptor()
         cipher.authenticate_additional_data(_lengths(frames))
@@ -126,13 +117,10 @@ class Sealing:
         return [_SEAL.pack(self._connection, self._sent, cipher.tag), *sealed]
 
     def open(self, sealed: Sequence[Frame]) -> list[memoryview]:
-        """Decrypt a message; frames that can be written to, as those that ZeroMQ received, where they lie.
+        """Decrypt a message, its seal first; frames that can be written to are decrypted where they lie.
 
-        (Into memory beside them, the received frames are given back at once, and the next ones' pages have to
-        be taken anew: a third of the time.)
-
-        Args:
-            sealed: the seal, and the frames.
+        ZeroMQ's received frames can be. (Into memory beside them, they are given back at once, and the next
+        ones' pages have to be taken anew: a third of the time.)
 
         Raises:
             Unsealable: it is not what the other end has sealed next, or later.

@@ -31,10 +31,9 @@ import threading
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import zmq
 
 from hotset.cluster import protocol
@@ -49,16 +48,10 @@ from hotset.cluster.sockets import (
     serve_by_curve,
     serve_by_password,
 )
-from hotset.cluster.wire_records import (
-    ABSENT,
-    FULL,
-    Bytes,
-    CacheIdentity,
-    Longs,
-    WireRecords,
-)
+from hotset.cluster.store_service import StoreService
+from hotset.cluster.wire_records import ABSENT, FULL, Longs, WireRecords
 
-__all__ = ["RecordServer", "ServerStats", "Service"]
+__all__ = ["RecordServer", "ServerStats"]
 
 _BUFFERS = 4
 _BUFFERS_EACH = 2
@@ -68,43 +61,6 @@ _AT_ONCE = 64  # requests read in one go, between looks at which clients want to
 # of its own when the frame has left. (The default, 64 KiB, is just below 64 records of 1 KB.)
 _COPIED = 128 << 10
 _ANY_PORT = "*"
-
-
-class Service(Protocol):
-    """A store, as other machines see it. Called by the serving thread alone."""
-
-    @property
-    def cache(self) -> CacheIdentity:
-        """Which cache it is."""
-        ...
-
-    def take(self, ids: Longs, memory: Bytes, *, claim: bool) -> WireRecords:
-        """Copy the records that are there now; those that ``memory`` has no room for are ``TRUNCATED``.
-
-        Args:
-            ids: sample ids, each in ``range(cache.samples)``.
-            memory: one-dimensional; the records returned may lie in it.
-            claim: the client will read and send the samples that are ``ABSENT`` in the answer; a sample that
-                another client has claimed, and has not sent yet, is ``PENDING``.
-        """
-        ...
-
-    def clear(self, clears: int) -> bool:
-        """Forget every record; False if some process is still writing, so that the client has to retry.
-
-        Args:
-            clears: how often the cluster has cleared this cache, this time included.
-        """
-        ...
-
-    def put(self, ids: Longs, records: WireRecords) -> npt.NDArray[np.bool_]:
-        """Store sound records that another machine has sent; returns which samples are in the store now.
-
-        Args:
-            ids: sample ids.
-            records: their records, in memory that is valid during the call only.
-        """
-        ...
 
 
 @dataclass
@@ -185,7 +141,7 @@ class RecordServer:
     def __init__(
         self,
         address: str,
-        services: Mapping[bytes, Service],
+        services: Mapping[bytes, StoreService],
         keys: Keys | None,
         allowed: Collection[bytes] = (),
     ) -> None:
@@ -356,20 +312,19 @@ class RecordServer:
             return protocol.refusal(head, Status.UNKNOWN if service is None else Status.LAYOUT)
         try:
             frames = self._frames_of(service, request, buffer)
+            self.served.requests += 1
+            return frames
         except Malformed:
-            self.served.refused += 1
-            return protocol.refusal(head, Status.MALFORMED)
+            status = Status.MALFORMED
         except _Busy:
-            self.served.refused += 1
-            return protocol.refusal(head, Status.BUSY)
+            status = Status.BUSY
         except Exception as error:  # a cache that is closed or destroyed under it: the others go on
             self.served.problem = f"{type(error).__name__}: {error}"
-            self.served.refused += 1
-            return protocol.refusal(head, Status.FAILED)
-        self.served.requests += 1
-        return frames
+            status = Status.FAILED
+        self.served.refused += 1
+        return protocol.refusal(head, status)
 
-    def _frames_of(self, service: Service, request: _Request, buffer: _Buffer) -> list[Any]:
+    def _frames_of(self, service: StoreService, request: _Request, buffer: _Buffer) -> list[Any]:
         head = request.head
         if head.operation is Operation.KEY:
             raise Malformed("has asked for a key on a connection for records")
@@ -378,7 +333,7 @@ class RecordServer:
             return protocol.words_answer(head, service.cache, said)
         return protocol.answer(head, service.cache, self._records(service, request, buffer))
 
-    def _records(self, service: Service, request: _Request, buffer: _Buffer) -> WireRecords:
+    def _records(self, service: StoreService, request: _Request, buffer: _Buffer) -> WireRecords:
         head, frames, cache = request.head, request.frames, service.cache
         if len(frames) != (4 if head.operation is Operation.PUT else 1):
             raise Malformed(f"has sent {len(frames)} frames after its header")
@@ -423,7 +378,7 @@ class RecordServer:
         return None
 
 
-def _cleared(service: Service, words: Longs) -> Longs:
+def _cleared(service: StoreService, words: Longs) -> Longs:
     """Clear a service, and give the words back."""
     if len(words) != 1 or words[0] < 0:
         raise Malformed("has not said how often the cache was cleared")

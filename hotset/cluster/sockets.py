@@ -134,10 +134,7 @@ class ZapAuthenticator:
     """
 
     def __init__(
-        self,
-        context: zmq.Context[Any],
-        allowed: Collection[bytes],
-        admits: Callable[[bytes, bytes], bool],
+        self, context: zmq.Context[Any], allowed: Collection[bytes], admits: Callable[[bytes, bytes], bool]
     ) -> None:
         self._allowed = allowed
         self._admits = admits

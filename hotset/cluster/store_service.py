@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -53,14 +52,10 @@ def cache_of(store: Store, fingerprint: bytes) -> CacheIdentity:
 
 
 class StoreService:
-    """One store, to be served (:class:`hotset.cluster.server.Service`), by any thread.
-
-    Args:
-        store: of samples.
-        fingerprint: of its cache, 16 bytes.
+    """One store as other machines see it; any thread may serve it.
 
     Attributes:
-        store: the one that is served.
+        store: the store that is served.
         cache: what other machines must agree on.
         asked: when another machine's process last asked for records or sent some, by the monotonic clock.
     """
@@ -73,8 +68,14 @@ class StoreService:
         self.asked = time.monotonic()
 
     def take(self, ids: Longs, memory: Bytes, *, claim: bool = False) -> WireRecords:
-        """See :meth:`hotset.cluster.server.Service.take`. Without room in the store, nothing is claimed, and
-        absent samples are ``FULL``.
+        """Copy the records that are there now; those that ``memory`` has no room for are ``TRUNCATED``.
+
+        Args:
+            ids: sample ids, each in ``range(cache.samples)``.
+            memory: one-dimensional; the records returned may lie in it.
+            claim: the client will read and send the samples that are ``ABSENT`` in the answer; a sample that
+                another client has claimed, and has not sent yet, is ``PENDING``. Without room in the store,
+                nothing is claimed, and absent samples are ``FULL``.
         """
         self.asked = time.monotonic()
         with self._lock:
@@ -136,7 +137,11 @@ class StoreService:
         return int(self.store.segment.live[Live.CLEARS])
 
     def clear(self, clears: int) -> bool:
-        """See :meth:`hotset.cluster.server.Service.clear`; ``clears`` becomes :attr:`clears`."""
+        """Forget every record; False if some process is still writing, so that the client has to retry.
+
+        Args:
+            clears: how often the cluster has cleared this cache, this time included; becomes :attr:`clears`.
+        """
         with self._lock:
             self.end_leases(np.fromiter(self._leases, np.int64))  # a clear waits for readers
             if self.store.segment.live[Live.INVALIDATED] == DESTROYED:
@@ -147,7 +152,11 @@ class StoreService:
             return cleared
 
     def put(self, ids: Longs, records: WireRecords) -> npt.NDArray[np.bool_]:
-        """See :meth:`hotset.cluster.server.Service.put`. A sample that is being read counts as stored."""
+        """Store sound records that another machine has sent; returns which samples are in the store now.
+
+        A sample that a process of this machine is reading counts as stored. The records' memory need be valid
+        during the call only.
+        """
         self.asked = time.monotonic()
         store = self.store
         there = records.present
@@ -166,31 +175,31 @@ class StoreService:
         )
 
 
-class StoreServices(Mapping[bytes, StoreService]):
+class StoreServices(dict[bytes, StoreService]):
     """Caches that are served, by fingerprint. The serving thread looks at it, and another one adds to it."""
 
     def __init__(self) -> None:
-        self._services: dict[bytes, StoreService] = {}
+        super().__init__()
         self._retired: list[StoreService] = []
 
     def add(self, service: StoreService) -> None:
         """Serve this one from now on."""
-        self._services[service.cache.fingerprint] = service
+        self[service.cache.fingerprint] = service
 
     def end_leases(self) -> None:
         """Give back all claims whose leases are over."""
-        for service in list(self._services.values()):
+        for service in list(self.values()):
             service.end_leases()
 
     def drop(self, fingerprint: bytes) -> None:
         """Stop serving this one."""
-        if fingerprint in self._services:
-            self._retired.append(self._services.pop(fingerprint))
+        if fingerprint in self:
+            self._retired.append(self.pop(fingerprint))
 
     def retire(self) -> None:
         """Stop serving all of them. Another thread may be using one, so none is closed yet."""
-        self._retired += self._services.values()
-        self._services = {}
+        self._retired += self.values()
+        self.clear()
 
     def close(self) -> None:
         """Stop serving, and detach from all stores; the serving thread has ended."""
@@ -198,12 +207,3 @@ class StoreServices(Mapping[bytes, StoreService]):
         for service in self._retired:
             service.store.close()
         self._retired.clear()
-
-    def __getitem__(self, fingerprint: bytes) -> StoreService:
-        return self._services[fingerprint]
-
-    def __iter__(self) -> Iterator[bytes]:
-        return iter(self._services)
-
-    def __len__(self) -> int:
-        return len(self._services)
