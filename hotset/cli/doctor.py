@@ -192,12 +192,7 @@ class _Watcher:
             "that is enough to judge by; the program is ended as by Ctrl-C, of which it may print a "
             "KeyboardInterrupt; the report follows."
         )
-        end_program(
-            program,
-            lambda: training_processes(self._folder),
-            _say,
-            lambda: self._ledger.mark(TOLD),
-        )
+        end_program(program, lambda: training_processes(self._folder), _say, lambda: self._ledger.mark(TOLD))
 
     def _say_tries(self) -> None:
         if not self._quiet and self._ledger.has(TRYING):

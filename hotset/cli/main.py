@@ -15,13 +15,7 @@ from hotset.errors import ArgumentError, HotsetError, HotsetWarning, Unsupported
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(
-    name="hotset",
-    help="Keeps accelerators fed: a shared-memory cache and loader for PyTorch.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(name="hotset", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 def _say_version(asked: bool) -> None:
@@ -284,12 +278,13 @@ def status(
 ) -> None:
     """Show the state of the cache server and its sessions."""
     from hotset.cli import server
+    from hotset.cli.client import client
 
     port = server.the_port(port)
     if token:
         typer.echo(server.token(port))
         return
-    found = server.status(port)
+    found = client(port).call("GET", "/api/status")
     if as_json:
         _print_json(found)
     else:
@@ -337,9 +332,7 @@ def cache_admin(context: typer.Context) -> None:
     raise typer.Exit(run(context.args))
 
 
-session_app = typer.Typer(
-    help="Create, list, show, resize and destroy sessions, and pin their caches.", no_args_is_help=True
-)
+session_app = typer.Typer(no_args_is_help=True)
 app.add_typer(session_app, name="session")
 
 

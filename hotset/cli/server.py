@@ -1,4 +1,4 @@
-"""``hotset start``, ``status`` and ``stop``: the cache server as a daemon.
+"""``hotset start`` and ``stop``: the cache server as a daemon.
 
 The daemon is a new process in a process session of its own, so that closing the terminal does not end it. Its
 output goes to the log file, and it inherits no open file of the caller. ``start`` returns once the daemon has
@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import time
-from typing import Any
 
 from hotset.cli.client import Client, client, no_server
 from hotset.server.options import Options
@@ -31,7 +30,7 @@ from hotset.server.pidfile import (
 )
 from hotset.session.runtime_dir import KNOB, runtime_folder
 
-__all__ = ["start", "status", "stop", "the_port", "token"]
+__all__ = ["start", "stop", "the_port", "token"]
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 60.0
@@ -114,16 +113,6 @@ def stop(port: int) -> Place:
                 )
             time.sleep(_PAUSE)
     return server.place
-
-
-def status(port: int) -> dict[str, Any]:
-    """Return the status of the server on this port.
-
-    Raises:
-        ServerError: there is none, or it does not answer.
-    """
-    found: dict[str, Any] = client(port).call("GET", "/api/status")
-    return found
 
 
 def token(port: int) -> str:

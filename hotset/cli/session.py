@@ -17,7 +17,6 @@ from rich.text import Text
 from hotset._warnings import printable
 from hotset.cli.client import client
 from hotset.cli.server import the_port
-from hotset.errors import HotsetError
 from hotset.server.parsing import parse_memory, parse_seconds
 from hotset.server.pidfile import running
 from hotset.server.views import resized_view, session_view
@@ -78,13 +77,7 @@ def create(
 
 def list_all() -> list[dict[str, Any]]:
     """Return every session of this user on this machine, oldest first."""
-    found = []
-    for session in sessions.sessions():
-        try:
-            found.append(session_view(reports.report(session)))
-        except HotsetError:
-            continue  # destroyed since it was listed
-    return found
+    return [session_view(report) for report in reports.report_all()]
 
 
 def show(which: str) -> dict[str, Any]:

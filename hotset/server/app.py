@@ -29,6 +29,7 @@ from hotset.server.history import History
 from hotset.server.metrics import CONTENT_TYPE, Metrics
 from hotset.server.session_service import Refusal, SessionService
 from hotset.server.views import ResizedView, SessionView
+from hotset.session.reports import report_all
 
 __all__ = ["make_app"]
 
@@ -65,7 +66,7 @@ def make_app(service: SessionService, history: History, page: str, stop: Callabl
         responses=_errors(401, 403, 413),  # of the guard, for every request
     )
     _add_errors(app)
-    metrics = Metrics(service.options, service.look)
+    metrics = Metrics(service.options, report_all)
 
     @app.get("/", response_class=HTMLResponse)
     def status_page() -> str:

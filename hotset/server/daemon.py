@@ -50,6 +50,7 @@ from hotset.server.options import Options
 from hotset.server.pidfile import ServerError, claim, log_path
 from hotset.server.request_auth import Guard, content_policy
 from hotset.server.session_service import SessionService
+from hotset.session.reports import report_all
 
 __all__ = ["Housekeeper", "serve"]
 
@@ -176,7 +177,7 @@ class Housekeeper:
     def _run(self) -> None:
         while True:
             self.do("cleaning", self._service.clean)
-            self.do("looking at the sessions", lambda: self._history.add(self._service.look()))
+            self.do("looking at the sessions", lambda: self._history.add(report_all()))
             if self._over.wait(INTERVAL):
                 return
 

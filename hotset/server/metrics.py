@@ -7,7 +7,8 @@ machines are bounded, because each is a time series for the scraper.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -22,6 +23,8 @@ from hotset.session.reports import CacheReport, SessionReport
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+T = TypeVar("T")
 
 _MOST_SESSIONS = 200
 _MOST_CACHES = 1000
@@ -58,7 +61,7 @@ _OF_MACHINE: list[tuple[str, str, Callable[[PeerStats], float]]] = [
 ]
 
 
-class Metrics:
+class Metrics(Collector):
     """What ``GET /metrics`` answers.
 
     Args:
@@ -67,17 +70,13 @@ class Metrics:
     """
 
     def __init__(self, options: Options, reports: Callable[[], list[SessionReport]]) -> None:
+        self._options, self._reports = options, reports
         self._registry = CollectorRegistry()
-        self._registry.register(_Sessions(options, reports))
+        self._registry.register(self)
 
     def text(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
         return generate_latest(self._registry)
-
-
-class _Sessions(Collector):
-    def __init__(self, options: Options, reports: Callable[[], list[SessionReport]]) -> None:
-        self._options, self._reports = options, reports
 
     def describe(self) -> Iterable[Metric]:
         return []  # or registering would read all reports
@@ -91,43 +90,42 @@ class _Sessions(Collector):
         yield _gauge("hotset_sessions", "Sessions of this user on this machine.", len(found))
 
         shown = found[:_MOST_SESSIONS]
-        for name, text, read in _OF_SESSION:
-            gauge = GaugeMetricFamily(f"hotset_session_{name}", text, labels=["session"])
-            for report in shown:
-                gauge.add_metric([report.session.name], float(read(report)))
-            yield gauge
+        named = [([report.session.name], report) for report in shown]
+        yield from _families(GaugeMetricFamily, "session_", _OF_SESSION, ["session"], named)
 
-        caches = [(report.session.name, cache) for report in shown for cache in report.caches][:_MOST_CACHES]
+        caches = [
+            ([report.session.name, str(cache.id)], cache) for report in shown for cache in report.caches
+        ][:_MOST_CACHES]
         labels = ["session", "cache"]
         info = GaugeMetricFamily("hotset_cache_info", "Class of its dataset.", labels=[*labels, "dataset"])
-        for session, cache in caches:
-            info.add_metric([session, str(cache.id), printable(cache.name)], 1.0)
+        for names, cache in caches:
+            info.add_metric([*names, printable(cache.name)], 1.0)
         yield info
-        for name, text, of_cache in _OF_CACHE:
-            gauge = GaugeMetricFamily(f"hotset_cache_{name}", text, labels=labels)
-            for session, cache in caches:
-                gauge.add_metric([session, str(cache.id)], float(of_cache(cache)))
-            yield gauge
-        for name, text, of_cache in _COUNTED:
-            counter = CounterMetricFamily(f"hotset_{name}", text, labels=labels)
-            for session, cache in caches:
-                counter.add_metric([session, str(cache.id)], float(of_cache(cache)))
-            yield counter
-        yield from _machines(shown)
+        yield from _families(GaugeMetricFamily, "cache_", _OF_CACHE, labels, caches)
+        yield from _families(CounterMetricFamily, "", _COUNTED, labels, caches)
+
+        machines = [
+            ([report.session.name, printable(member.name)], traffic)
+            for report in shown
+            for member, traffic in machines_of(report.session.number)
+            if traffic is not None
+        ][:_MOST_MACHINES]
+        yield from _families(CounterMetricFamily, "peer_", _OF_MACHINE, ["session", "machine"], machines)
 
 
-def _machines(shown: list[SessionReport]) -> Iterator[Metric]:
-    found = [
-        (report.session.name, printable(member.name), traffic)
-        for report in shown
-        for member, traffic in machines_of(report.session.number)
-        if traffic is not None
-    ][:_MOST_MACHINES]
-    for name, text, read in _OF_MACHINE:
-        counter = CounterMetricFamily(f"hotset_peer_{name}", text, labels=["session", "machine"])
-        for session, machine, traffic in found:
-            counter.add_metric([session, machine], float(read(traffic)))
-        yield counter
+def _families(
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+    prefix: str,
+    table: Sequence[tuple[str, str, Callable[[T], float]]],
+    labels: list[str],
+    rows: Sequence[tuple[list[str], T]],
+) -> Iterator[Metric]:
+    """A family of metrics for each line of a table; each row, its labels and what is read, is one sample."""
+    for name, text, read in table:
+        family = kind(f"hotset_{prefix}{name}", text, labels=labels)
+        for names, whose in rows:
+            family.add_metric(names, float(read(whose)))
+        yield family
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

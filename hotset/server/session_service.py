@@ -78,17 +78,9 @@ class SessionService:
                     _log.info("destroyed session %s at the end: %d bytes freed", session.name, freed)
             server_quota.drop(self.options.port)
 
-    def look(self) -> list[reports.SessionReport]:
-        """Report on every session of this user on this machine, oldest first."""
-        found = []
-        for session in sessions.sessions():
-            with contextlib.suppress(SessionError):  # destroyed since it was listed
-                found.append(reports.report(session))
-        return found
-
     def status(self) -> dict[str, Any]:
         """Return what ``GET /api/status`` answers."""
-        options, found = self.options, self.look()
+        options, found = self.options, reports.report_all()
         own = [report for report in found if report.session.server == options.port]
         return {
             "version": hotset.__version__,

@@ -17,15 +17,7 @@ from hotset.session.reclaim import Dropped
 from hotset.session.reports import CacheReport, SessionReport, report
 from hotset.session.sessions import Resized
 
-__all__ = [
-    "Amount",
-    "Machine",
-    "ResizedView",
-    "SessionView",
-    "machines_of",
-    "resized_view",
-    "session_view",
-]
+__all__ = ["Amount", "Machine", "ResizedView", "SessionView", "machines_of", "resized_view", "session_view"]
 
 
 class Machine(NamedTuple):

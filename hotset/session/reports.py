@@ -3,6 +3,7 @@
 ::
 
     report(session)    the caches of one session, in numbers; reads no record        server, hotset session
+    report_all()       those of every session                                        the same
     report_jobs()      the caches of jobs that use no session, the same              hotset top
     check_caches()     every cache within reach; verifies every record of it         hotset check
 
@@ -23,7 +24,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hotset.errors import SegmentError
+from hotset.errors import SegmentError, SessionError
 from hotset.session import catalog, sessions
 from hotset.session.catalog import ListedCache, address_of
 from hotset.session.quota import Quota
@@ -35,7 +36,15 @@ from hotset.store.format import DESTROYED, ON_DISK, PRESENT, SLOTS, Live, Slot
 from hotset.store.fsck import check_segment, check_tiers
 from hotset.store.segment import Address, Segment, attach_second
 
-__all__ = ["CacheReport", "CheckedCache", "SessionReport", "check_caches", "report", "report_jobs"]
+__all__ = [
+    "CacheReport",
+    "CheckedCache",
+    "SessionReport",
+    "check_caches",
+    "report",
+    "report_all",
+    "report_jobs",
+]
 
 
 # ---- in numbers ------------------------------------------------------------------------------------
@@ -125,6 +134,15 @@ def report(session: Session) -> SessionReport:
     caches = tuple(sorted(found, key=lambda cache: (cache.name, cache.id)))
     memory, disk = (sum(getattr(cache, tier) for cache in caches) for tier in ("memory", "disk"))
     return SessionReport(session, in_use, memory, disk, caches)
+
+
+def report_all() -> list[SessionReport]:
+    """Return the reports of this user's sessions on this machine, oldest first."""
+    found = []
+    for session in sessions.sessions():
+        with contextlib.suppress(SessionError):  # destroyed since it was listed
+            found.append(report(session))
+    return found
 
 
 def report_jobs() -> list[CacheReport]:

@@ -367,7 +367,7 @@ def test_chores_go_on_when_everything_fails(monkeypatch: pytest.MonkeyPatch) -> 
 
     keeper = SessionService(LOCAL, None)
     monkeypatch.setattr(keeper, "clean", fail)
-    monkeypatch.setattr(keeper, "look", fail)
+    monkeypatch.setattr("hotset.server.daemon.report_all", fail)
     with Housekeeper(keeper, History()):
         assert eventually(lambda: len(turns) > 10)
 
