@@ -15,6 +15,8 @@ A server has three files in the runtime folder, which is this user's alone:
 A killed server leaves its files; without the lock they mean nothing, and the next server on that port takes
 them over. The process number in the file is for the user: by now it may be another process's, or another
 container's. If a client finds the lock without valid content, the server is still starting.
+
+Functions that open the runtime folder or its files raise FolderError if these are not safely this user's own.
 """
 
 from __future__ import annotations
@@ -102,11 +104,7 @@ def log_path(port: int) -> Path:
 
 
 def find(port: int) -> Place | None:
-    """Return where the server on this port is; None if there is none, or it is still starting.
-
-    Raises:
-        FolderError: the runtime folder, or the file, is not safely this user's own.
-    """
+    """Return where the server on this port is; None if there is none, or it is still starting."""
     content = _read(port, "json", only_locked=True)
     try:
         return Place(**json.loads(content)) if content else None
@@ -115,31 +113,19 @@ def find(port: int) -> Place | None:
 
 
 def running() -> list[int]:
-    """The ports of the servers that run, answering or not.
-
-    Raises:
-        FolderError: the runtime folder, or a file, is not safely this user's own.
-    """
+    """The ports of the servers that run, answering or not."""
     names = [_CLAIM.fullmatch(name) for name in os.listdir(runtime_folder())]
     return [port for port in sorted(int(name[1]) for name in names if name) if is_claimed(port)]
 
 
 def is_claimed(port: int) -> bool:
-    """Whether a server runs on this port, answering or not.
-
-    Raises:
-        FolderError: the runtime folder, or the file, is not safely this user's own.
-    """
+    """Whether a server runs on this port, answering or not."""
     return _read(port, "json", only_locked=True) is not None
 
 
 @contextlib.contextmanager
 def ending(port: int) -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether the process of this port's present server has ended.
-
-    Raises:
-        FolderError: the runtime folder, or the file, is not safely this user's own.
-    """
+    """Yield a function that returns whether the process of this port's present server has ended."""
     fd = _open(port, "json")
     try:
         # On the file itself: its name goes before the process does.
@@ -150,11 +136,7 @@ def ending(port: int) -> Iterator[Callable[[], bool]]:
 
 
 def read_token(port: int) -> str:
-    """Return the token of the server of this port; empty if there is none.
-
-    Raises:
-        FolderError: the runtime folder, or the file, is not safely this user's own.
-    """
+    """Return the token of the server of this port; empty if there is none."""
     return (_read(port, "token") or b"").decode("ascii", "replace")
 
 
@@ -181,7 +163,6 @@ def claim(port: int) -> Iterator[Claim]:
 
     Raises:
         ServerError: another server has it.
-        FolderError: the runtime folder, or a file in it, is not safely this user's own.
         OSError: the file system refuses.
     """
     with contextlib.ExitStack() as stack:
@@ -202,11 +183,7 @@ def claim(port: int) -> Iterator[Claim]:
 
 
 def open_log(port: int) -> int:
-    """Return a descriptor of the log of this port that writes at its end.
-
-    Raises:
-        FolderError: the runtime folder, or the file, is not safely this user's own.
-    """
+    """Return a descriptor of the log of this port that writes at its end."""
     folder = open_folder()
     try:
         fd = _open_or_make(folder, f"server-{port}.log")

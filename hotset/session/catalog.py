@@ -43,6 +43,8 @@ The last process to close drops its shared lock *before* it tries for the exclus
 one into the other, both would fail when two close at once, and the file would stay behind.
 
 No failure here ends a training run: a cache that cannot be listed works unlisted, after one warning.
+
+Functions that open the runtime folder raise FolderError if it is not safely this user's own.
 """
 
 from __future__ import annotations
@@ -262,21 +264,21 @@ def register(address: Address, name: str, *, key: str = "", groups: Sequence[str
     nonce = address.nonce.hex()
     handle = CatalogHandle(nonce, name)
     try:
-        head = _pack_head(
-            {
-                "pid": address.pid,
-                "fd": address.fd,
-                "inode": address.inode,
-                "nonce": nonce,
-                "name": name[:_LONGEST_LABEL],
-                "created": time.time(),
-                "pidns": pid_namespace(),
-                "key": key,
-                "groups": list(groups),
-            }
-        )
+        head = {
+            "format": _FORMAT,
+            "kind": "memfd",
+            "pid": address.pid,
+            "fd": address.fd,
+            "inode": address.inode,
+            "nonce": nonce,
+            "name": name[:_LONGEST_LABEL],
+            "created": time.time(),
+            "pidns": pid_namespace(),
+            "key": key,
+            "groups": list(groups),
+        }
         with runtime() as folder:
-            held = _create(folder, nonce, head)
+            held = _create(folder, nonce, json.dumps(head).encode().ljust(_HEAD_BYTES))
             handle._share.hold(held, folder)
     except OSError as error:
         reason = error if isinstance(error, FolderError) else f"{error.strerror or error}."
@@ -289,11 +291,7 @@ def register(address: Address, name: str, *, key: str = "", groups: Sequence[str
 
 
 def entries() -> list[ListedCache]:
-    """Return the caches listed on this machine, oldest first, dead ones and damaged files too.
-
-    Raises:
-        FolderError: the runtime folder is not safely this user's own.
-    """
+    """Return the caches listed on this machine, oldest first, dead ones and damaged files too."""
     found = []
     with runtime() as folder:
         for file in _files(folder, _LISTED):
@@ -305,18 +303,14 @@ def entries() -> list[ListedCache]:
                 found.append(ListedCache(file, alive=False, problem=str(error)))
                 continue
             try:
-                found.append(_look(fd, file, alive=locks.is_locked(fd, _LIFE)))
+                found.append(_look(fd, file))
             finally:
                 os.close(fd)
     return sorted(found, key=lambda entry: (entry.created, entry.file))
 
 
 def find(nonce: str) -> ListedCache | None:
-    """Return the cache of that nonce if it can be reached from here; None otherwise.
-
-    Raises:
-        FolderError: the runtime folder is not safely this user's own.
-    """
+    """Return the cache of that nonce if it can be reached from here; None otherwise."""
     return next((entry for entry in entries() if entry.nonce == nonce and entry.at), None)
 
 
@@ -337,9 +331,6 @@ def gc() -> list[str]:
     """Remove files of caches and of locks that no living process holds; return a sentence for each.
 
     Files that processes of another container hold stay, as do files that are not the catalog's.
-
-    Raises:
-        FolderError: the runtime folder is not safely this user's own.
     """
     removed = []
     with runtime() as folder:
@@ -396,7 +387,7 @@ def _removal_reason(fd: int, file: str) -> str:
     if _TEMPORARY.fullmatch(file):
         young = abs(time.time() - os.fstat(fd).st_mtime) < _YOUNG_SECONDS
         return "" if young else f"Removed {file}: the process that was listing a cache there has died."
-    entry = _look(fd, file, alive=locks.is_locked(fd, _LIFE))
+    entry = _look(fd, file)
     if entry.problem:
         return f"Removed {file}: no process holds it, and it cannot be read ({entry.problem})"
     return f"Removed {file}: no process holds the cache {entry.name!r} of process {entry.pid} any more."
@@ -405,19 +396,11 @@ def _removal_reason(fd: int, file: str) -> str:
 # ---- what a file says ------------------------------------------------------------------------------
 
 
-def _pack_head(fields: dict[str, Any]) -> bytes:
-    """Return the head of the file of a cache that these fields describe."""
-    return json.dumps({"format": _FORMAT, "kind": "memfd", **fields}).encode().ljust(_HEAD_BYTES)
-
-
 def _write_holder(fd: int, memory: int) -> None:
     """List this process in the file as one that has the cache's memory open, until ``fd`` is closed.
 
-    If all places are taken nothing is written: others reach the memory through the processes that are listed.
-
-    Args:
-        fd: the file, on an open file description of this process's own.
-        memory: descriptor of the memory.
+    ``fd`` must be on an open file description of this process's own. If all places are taken nothing is
+    written: others reach the memory through the processes that are listed.
 
     Raises:
         OSError: the file cannot be written.
@@ -429,8 +412,9 @@ def _write_holder(fd: int, memory: int) -> None:
             return
 
 
-def _look(fd: int, file: str, *, alive: bool) -> ListedCache:
+def _look(fd: int, file: str) -> ListedCache:
     """Read the file behind ``fd``, whose name is ``file``."""
+    alive = locks.is_locked(fd, _LIFE)
     try:
         values = _parse(os.pread(fd, _HEAD_BYTES, 0), file)
     except ValueError as error:

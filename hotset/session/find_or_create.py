@@ -120,8 +120,7 @@ class _Caches(Protocol[S]):
     def lock_failed(self, error: OSError | None) -> None:
         """Called where the lock could not be had, before :meth:`find`; raises if one cannot go on without it.
 
-        Args:
-            error: why; None if another process held it for too long.
+        The error is None if another process held the lock for too long.
         """
 
     def find(self) -> Shared[S] | None:
@@ -191,19 +190,13 @@ class _JobCaches(Generic[S]):
     """The caches for one key that ranks of this job have listed."""
 
     def __init__(
-        self,
-        key: str,
-        name: str,
-        create: Callable[[], S | None],
-        attach: Callable[[Address], S],
-        job: Job,
+        self, key: str, name: str, create: Callable[[], S | None], attach: Callable[[Address], S], job: Job
     ) -> None:
-        self._job = job
-        self._key, self._name = digest(key), name
+        self._job, self._key, self._name = job, digest(key), name
         self._create, self._attach = create, attach
         self._why_own = ""
         # A process that is not a rank shares with no other, and waits for no other.
-        launchers = self._job.launchers if self._job.takes else ()
+        launchers = job.launchers if job.takes else ()
         self.lock_names = [digest(launcher, self._key) for launcher in launchers]
 
     def lock_failed(self, error: OSError | None) -> None:
@@ -481,9 +474,7 @@ def _use(session: Session, file: str) -> SessionCacheHandle:
 def attach_again(address: Any, attach: Callable[[Any], S]) -> S:
     """Attach to a cache where it was when its address was sent, or through a process that has it open now.
 
-    Args:
-        address: an :class:`Address`, or the path of a session's.
-        attach: takes that.
+    The address is an :class:`Address`, or the path of a session's cache.
 
     Raises:
         OSError: what ``attach`` raises, if no process within reach has it open.

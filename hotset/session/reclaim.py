@@ -36,13 +36,7 @@ from hotset.errors import SegmentError, SessionError
 from hotset.session.quota import Quota
 from hotset.session.runtime_dir import runtime
 from hotset.session.session_definition import Session, quota_in
-from hotset.session.session_files import (
-    caches_of,
-    id_of,
-    is_there,
-    member_of,
-    remove_cache,
-)
+from hotset.session.session_files import caches_of, id_of, is_there, member_of, remove_cache
 from hotset.store.segment import Segment
 from hotset.units import format_bytes
 
@@ -113,15 +107,9 @@ def reclaim(session: Session, needed: int) -> list[Dropped]:
 
 
 def pin(session: Session, which: str | int, pinned: bool = True) -> str:
-    """Pin a cache, so that it stays while no process uses it, or unpin it.
+    """Pin a cache, so that it stays while no process uses it, or unpin it; return its name.
 
-    Args:
-        session: whose it is.
-        which: the cache's id, or its name if no other one has that.
-        pinned: whether it is to stay.
-
-    Returns:
-        Its name.
+    ``which`` is the cache's id, or its name if no other cache of the session has that.
 
     Raises:
         SessionError: there is no such cache, or there are several of that name; or the session is gone.
@@ -167,10 +155,8 @@ def _drop(
     with quota.lock_member(row) as held:
         if not held or quota.members().get(member) != row:
             return []
-        if file is not None and not is_there(folder, file):
-            file = None
         name, size, idle = "", quota.bytes_of(row), time.time() - quota.used_at(row)
-        if file is not None:
+        if file is not None and is_there(folder, file):
             name = _name_of(folder, file)
             remove_cache(folder, file, None if session.persist else session.spill)
         quota.leave(row)

@@ -20,6 +20,8 @@ a definition without a session          removed: it does not say what session th
 
 A quota without caches and a cache without jobs are valid: sessions outlive both. A file that a living process
 is creating looks like one that a dead process has left, so the other files stay for a minute.
+
+Functions that open the runtime folder raise FolderError if it is not safely this user's own.
 """
 
 from __future__ import annotations
@@ -33,15 +35,7 @@ from hotset.errors import SessionError
 from hotset.session import catalog, server_quota
 from hotset.session.runtime_dir import open_at, runtime
 from hotset.session.session_definition import Session, quota_in
-from hotset.session.session_files import (
-    CACHE,
-    DEFINITION,
-    QUOTA,
-    SHARED,
-    is_there,
-    remove_cache,
-    unlink,
-)
+from hotset.session.session_files import CACHE, DEFINITION, QUOTA, SHARED, is_there, remove_cache, unlink
 from hotset.session.sessions import destroy, expire, one_at_a_time, sessions
 from hotset.session.spill_dirs import known_folders, opened_spill
 from hotset.store.locks import is_locked
@@ -56,20 +50,12 @@ _YOUNG_SECONDS = 60.0
 
 
 def gc() -> list[str]:
-    """Free what dead processes left, and expired sessions; return a sentence for each.
-
-    Raises:
-        FolderError: the runtime folder is not safely this user's own.
-    """
+    """Free what dead processes left, and expired sessions; return a sentence for each."""
     return [*catalog.gc(), *recover()]
 
 
 def recover() -> list[str]:
-    """Repair what crashes left, and destroy expired sessions; return a sentence for each.
-
-    Raises:
-        FolderError: the runtime folder is not safely this user's own.
-    """
+    """Repair what crashes left, and destroy expired sessions; return a sentence for each."""
     sentences = _destroy_half_destroyed()
     with one_at_a_time(), runtime() as folder:
         alive = {session.number: session for session in sessions()}

@@ -13,6 +13,8 @@ what other processes write meanwhile may be seen half a batch apart.
 Private caches are found in the catalog, those of sessions by their files. If only processes of another
 container hold a private cache, its file's lock shows that it is alive, but its memory, which has no name,
 cannot be opened from here: it is reported as out of reach, and left alone.
+
+Functions that open the runtime folder raise FolderError if it is not safely this user's own.
 """
 
 from __future__ import annotations
@@ -125,7 +127,6 @@ def report(session: Session) -> SessionReport:
 
     Raises:
         SessionError: it is gone.
-        FolderError: the runtime folder is not safely this user's own.
     """
     with runtime() as folder, open_quota(session) as quota:
         in_use = quota.in_use
@@ -146,11 +147,7 @@ def report_all() -> list[SessionReport]:
 
 
 def report_jobs() -> list[CacheReport]:
-    """Return what the caches of running jobs hold and have served that are in no session, oldest first.
-
-    Raises:
-        FolderError: the runtime folder is not safely this user's own.
-    """
+    """Return what the caches of running jobs hold and have served that are in no session, oldest first."""
     found = []
     for entry in catalog.entries():
         if not entry.alive or entry.at is None:
@@ -257,11 +254,7 @@ class CheckedCache:
 
 
 def check_caches() -> Iterator[CheckedCache]:
-    """Open every cache within reach, and verify every record in it, in memory and on disk.
-
-    Raises:
-        FolderError: the runtime folder is not safely this user's own.
-    """
+    """Open every cache within reach, and verify every record in it, in memory and on disk."""
     for entry in catalog.entries():
         yield _private(entry)
     known = {session.number: session for session in sessions.sessions()}

@@ -59,13 +59,7 @@ def drop(port: int) -> None:
 
 
 def enter(folder: int, port: int | None, number: int) -> None:
-    """Enter a session in its server's quota, if it belongs to a server and that has a quota.
-
-    Args:
-        folder: the runtime folder.
-        port: the server's.
-        number: the session's.
-    """
+    """Enter a session in its server's quota, if it belongs to a server and that has a quota."""
     if port is None:
         return
     try:

@@ -23,11 +23,8 @@ class SessionCacheHandle:
     """A process's use of one cache of a session, and what that may hold of the session's memory.
 
     It can be pickled; in the process that unpickles it the session counts as used once :meth:`join` is
-    called. The use ends with :meth:`close`, with the object, or with the process.
-
-    Args:
-        number: of the session.
-        member: the cache's number in the session's quota.
+    called. The use ends with :meth:`close`, with the object, or with the process. ``member`` is the cache's
+    number in the quota of the session.
     """
 
     def __init__(self, number: int, member: int) -> None:
@@ -41,8 +38,7 @@ class SessionCacheHandle:
     def join(self, memory: int = -1) -> bool:
         """Mark the cache as in use by this process; False if it is gone, or is making room for another.
 
-        Args:
-            memory: ignored: a session's cache is reached by its name.
+        ``memory`` is ignored: a session's cache is reached by its name.
         """
         quota = self._open()
         if quota is None:

@@ -106,10 +106,6 @@ def quota_in(folder: int, file: str) -> contextlib.closing[Quota]:
 def attach_quota(folder: int, file: str) -> Quota:
     """Return a session's quota, under the server's if there is one; the caller closes it.
 
-    Args:
-        folder: the runtime folder.
-        file: the quota's name there.
-
     Raises:
         SessionError: it is gone, or no quota.
     """
@@ -178,19 +174,16 @@ def restore(folder: int) -> None:
     for spill in known_folders():
         with opened_spill(spill) as place:
             for file in filter(DEFINITION.fullmatch, os.listdir(place)):
-                if is_there(folder, _quota_file_of(file)):
+                quota = file.removesuffix(".json")
+                if is_there(folder, quota):
                     continue
                 with (
                     contextlib.suppress(OSError, ValueError, TypeError, HotsetError),
                     NamedLocks([_RESTORING], _RESTORING_SECONDS) as held,
                 ):
                     # Another process may have done it while this one waited for the lock.
-                    if held and not is_there(folder, _quota_file_of(file)):
+                    if held and not is_there(folder, quota):
                         _restore_one(folder, place, file, spill)
-
-
-def _quota_file_of(definition: str) -> str:
-    return definition.removesuffix(".json")
 
 
 def _define(session: Session) -> None:

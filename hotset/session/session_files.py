@@ -104,13 +104,7 @@ def unlink(folder: int, file: str) -> None:
 
 
 def remove_caches(folder: int, number: int, spill: str | None) -> int:
-    """Remove all caches of a session, in memory and on disk; returns the bytes freed.
-
-    Args:
-        folder: the runtime folder.
-        number: of the session.
-        spill: its spill folder, if it has one.
-    """
+    """Remove all caches of a session, in memory and on disk; returns the bytes freed."""
     freed = sum(remove_cache(folder, file) for file in caches_of(number, os.listdir(folder)))
     if spill is not None:
         with contextlib.suppress(OSError):
@@ -124,10 +118,7 @@ def remove_caches(folder: int, number: int, spill: str | None) -> int:
 def remove_cache(folder: int, file: str, spill: str | None = None) -> int:
     """Empty a cache, also while processes use it, and remove its file; returns the bytes freed.
 
-    Args:
-        folder: the runtime folder.
-        file: the cache's.
-        spill: the folder of its records on disk, which are removed too; None keeps them, or there are none.
+    What it has in the folder ``spill`` is removed too; None keeps its records on disk, if there are any.
     """
     freed = 0
     # Emptied for good before its disk goes: a process that looks meanwhile finds no cache without its disk.

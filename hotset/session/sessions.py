@@ -18,6 +18,8 @@ rebooted   memory is gone. A session with ``persist`` is created again from its 
 
 None of this needs a process that runs all the time. A server (:mod:`hotset.server`) is one more user of this
 module. :mod:`hotset.session.recovery` repairs what a process leaves that dies in between.
+
+Functions that open the runtime folder raise FolderError if it is not safely this user's own.
 """
 
 from __future__ import annotations
@@ -84,7 +86,6 @@ def create(
 
     Raises:
         SessionError: the name is not allowed or taken, or the spill folder cannot be used.
-        FolderError: the runtime folder is not safely this user's own.
 
     Warns:
         HotsetWarning: the runtime folder's file system has less than ``memory``.
@@ -121,7 +122,6 @@ def find(which: str | int) -> Session:
 
     Raises:
         SessionError: there is none.
-        FolderError: the runtime folder is not safely this user's own.
     """
     found = sessions()
     for session in found:
@@ -135,11 +135,7 @@ def find(which: str | int) -> Session:
 
 
 def sessions() -> list[Session]:
-    """Return the sessions of this user on this machine, oldest first.
-
-    Raises:
-        FolderError: the runtime folder is not safely this user's own.
-    """
+    """Return the sessions of this user on this machine, oldest first."""
     found = []
     with runtime() as folder:
         restore(folder)
@@ -160,7 +156,6 @@ def destroy(session: Session) -> int:
 
     Raises:
         SessionError: it is gone already.
-        FolderError: the runtime folder is not safely this user's own.
     """
     with one_at_a_time(), runtime() as folder:
         with quota_in(folder, session.file) as quota:
@@ -196,13 +191,8 @@ def resize(session: Session, memory: int) -> Resized:
     the new limit, unused caches are dropped, the least recently used first. Caches that are in use or pinned
     stay, and no samples are added until the session holds less.
 
-    Args:
-        session: which.
-        memory: bytes.
-
     Raises:
         SessionError: it is gone, or the amount is invalid or more than its server has.
-        FolderError: the runtime folder is not safely this user's own.
 
     Warns:
         HotsetWarning: the runtime folder's file system has less than ``memory``.
@@ -226,11 +216,7 @@ def resize(session: Session, memory: int) -> Resized:
 
 
 def expire() -> list[str]:
-    """Destroy the sessions that have expired and that no process uses; return a sentence for each.
-
-    Raises:
-        FolderError: the runtime folder is not safely this user's own.
-    """
+    """Destroy the sessions that have expired and that no process uses; return a sentence for each."""
     sentences = []
     for session in sessions():
         if session.ttl is None:

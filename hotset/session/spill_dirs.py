@@ -26,20 +26,12 @@ from hotset.errors import FolderError, SessionError
 from hotset.session.runtime_dir import open_private
 from hotset.store.mountinfo import mounts
 
+__all__ = ["known_folders", "make_spill", "opened_spill", "remember", "spill_path"]
+
 # Files there are shared with other machines, which this one's locks and liveness know nothing of.
 _REMOTE = {"nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "afs", "ceph", "lustre", "gpfs", "beegfs"}
-_REMOTE |= {
-    "ocfs2",
-    "gfs2",
-    "glusterfs",
-    "orangefs",
-    "fuse.glusterfs",
-    "fuse.sshfs",
-    "fuse.s3fs",
-    "fuse.gcsfuse",
-}
-
-__all__ = ["known_folders", "make_spill", "opened_spill", "remember", "spill_path"]
+_REMOTE |= {"ocfs2", "gfs2", "glusterfs", "orangefs"}
+_REMOTE |= {f"fuse.{name}" for name in ("glusterfs", "sshfs", "s3fs", "gcsfuse")}
 
 
 def spill_path(folder: str) -> Path:
@@ -50,9 +42,6 @@ def spill_path(folder: str) -> Path:
 @contextlib.contextmanager
 def opened_spill(folder: str) -> Iterator[int]:
     """Open hotset's own folder in a spill folder for a block, which gets its descriptor.
-
-    Args:
-        folder: the absolute path that the user gave.
 
     Raises:
         FolderError: it does not exist, or is not safely this user's own.
@@ -66,9 +55,6 @@ def opened_spill(folder: str) -> Iterator[int]:
 
 def make_spill(folder: str) -> None:
     """Create hotset's own folder in a spill folder, if it is missing.
-
-    Args:
-        folder: the absolute path that the user gave.
 
     Raises:
         SessionError: it cannot be made.
