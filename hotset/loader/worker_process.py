@@ -60,6 +60,8 @@ __all__ = [
 
 # Short epochs of live transforms took 1.13 times as long when each began with memory to be faulted in.
 _KEPT_BETWEEN_EPOCHS = 256 << 20
+# Without address space; or not allowed to, as a program that gave up its rights or `prctl` hides its files.
+_UNREACHABLE = (errno.ENOMEM, errno.EACCES, errno.EPERM)
 
 
 class Task(NamedTuple):
@@ -281,9 +283,9 @@ class _InWorker:
             try:
                 blocks = SharedBlocks(task.pool, task.block_bytes)
             except OSError as error:
-                if can_reopen() and error.errno != errno.ENOMEM:
+                if can_reopen() and error.errno not in _UNREACHABLE:
                     raise  # that process has died
-                return empty  # without /proc, or without address space
+                return empty  # without /proc
             self._pools[task.pool] = blocks
         return BatchBuffer(blocks.array(task.block), task.block_bytes, _reference)
 

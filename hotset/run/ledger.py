@@ -78,6 +78,7 @@ __all__ = [
 REACHED, ATTACHED, IMPORTED, SLOW, _LEFT = "reached", "attached", "imported-", "slow-", "left"
 WATCHED, _PAUSED, TRYING, TRIAL, DONE = "watch-", "paused-", "trying", "trial.json", "done"
 INTERRUPTED, MEMORY, OURS, THREADS, TOLD = "interrupted", "memory", "ours", "threads", "told"
+_CURRENT = "."  # is there for those who may look into the folder: not after another user's id was taken
 _PATIENCE_SECONDS = 60.0
 _ROOM = 1 << 20  # bytes, for some files of a few KiB for each process
 
@@ -242,7 +243,7 @@ def wait_for_store() -> None:
     A store that a worker made would go with the last worker, and its figures with it.
     """
     ledger, deadline = ledger_here(), time.monotonic() + _PATIENCE_SECONDS
-    while ledger.has("") and time.monotonic() < deadline:
+    while ledger.has(_CURRENT) and time.monotonic() < deadline:
         if ledger.has(ATTACHED):
             return
         time.sleep(0.005)

@@ -1,4 +1,7 @@
-"""In a container without ``/proc``, programs run without a cache, and a warning says why."""
+"""In a container without ``/proc``, programs run without a cache, and a warning says why.
+
+Where it is there, but a process may not look into another's files, workers send batches as torch's do.
+"""
 
 from __future__ import annotations
 
@@ -102,6 +105,28 @@ if __name__ == "__main__":
 """
 )
 
+# A process that gave up its rights (`setuid`), or that `prctl` protects, shows its files to itself alone.
+PROTECTED = (
+    WITHOUT_PROC
+    + """
+def protect(worker):
+    real = os.open
+
+    def call(path, *arguments, **named):
+        if str(path).startswith(f"/proc/{os.getppid()}/"):
+            raise PermissionError(13, "Permission denied", path)
+        return real(path, *arguments, **named)
+
+    os.open = call
+
+
+if __name__ == "__main__":
+    cached = hotset.cache(Squares(), memory="1MiB", transform=[hotset.nondeterministic(lambda x: x)])
+    check(cached, num_workers=1, worker_init_fn=protect)
+    print("trained")
+"""
+)
+
 
 def run(programs: Programs, program: str, folder: Path, *arguments: str) -> str:
     path = folder / "program.py"
@@ -120,3 +145,9 @@ def test_without_proc_a_program_runs_uncached_with_a_warning(
 
 def test_a_worker_without_proc_reads_the_source(programs: Programs, runtime: Path, tmp_path: Path) -> None:
     assert run(programs, JOINING, tmp_path) == "joined\n"
+
+
+def test_a_worker_that_may_not_reach_its_parents_memory_sends_batches_as_torch_does(
+    programs: Programs, runtime: Path, tmp_path: Path
+) -> None:
+    assert run(programs, PROTECTED, tmp_path) == "trained\n"

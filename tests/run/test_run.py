@@ -114,3 +114,25 @@ def test_the_loaders_wait_is_measured_without_a_line_in_a_traceback() -> None:
     assert ours.said == plain.said != []
     assert "DataLoader: the loop waited" in ours.report
     assert "for 3 batches" in ours.report
+
+
+def test_a_program_that_may_no_longer_look_into_the_ledger_does_not_wait_for_it() -> None:
+    pytest.importorskip("cv2")
+    program = """
+import cv2, hotset, numpy, os, tempfile, time, torch
+hotset.memo  # is imported, where that other user may read no libraries
+folder = tempfile.mkdtemp()
+path = os.path.join(folder, "picture.png")
+cv2.imwrite(path, numpy.zeros((8, 8, 3), "u1"))
+os.chmod(folder, 0o777)
+time.sleep(0.1)
+if os.getuid():
+    os.chmod(os.environ["HOTSET_LEDGER"], 0)
+else:
+    os.setuid(65534)
+for _ in range(200):
+    assert cv2.imread(path) is not None
+os.unlink(path)
+"""
+    done = hotset("--memory", "64MiB", "--", "timeout", "45", sys.executable, "-c", program)
+    assert done.returncode == 0, done.stderr
