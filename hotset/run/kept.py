@@ -38,7 +38,7 @@ def is_computing() -> bool:
 
 
 class NotKept(Exception):
-    """Leaves a memo's computation without a value to keep."""
+    """Leaves a memo's computation without a value to keep; the text says why."""
 
 
 class File(NamedTuple):
@@ -180,6 +180,7 @@ class Kept:
         The caller raises the error itself, so that its line is the only one of hotset's in the traceback.
         """
         made: list[tuple[bool, Any]] = []
+        why = ""
 
         def compute() -> Any:
             made.append(_outcome(function, args, keywords))
@@ -190,8 +191,8 @@ class Kept:
             if check is not None:
                 try:
                     check(file.path)
-                except Exception:
-                    raise NotKept from None
+                except Exception as error:
+                    raise NotKept(str(error) or type(error).__name__) from None
             return stored
 
         try:
@@ -201,14 +202,14 @@ class Kept:
             value = _restored(found)
             self.gave(begun)
             return True, value
-        except NotKept:
-            pass
+        except NotKept as error:
+            why = str(error)
         except Exception as error:  # the memo's own: the program must not know
             self._note(f"{type(error).__name__}: {error}")
         if not made:
             return _outcome(function, args, keywords)
-        if made[0][0]:
-            self._note(f"it returned what cannot be kept: {_kind(made[0][1])}")
+        if made[0][0] and why:
+            self._note(why)
         return made[0]
 
 
@@ -313,6 +314,11 @@ def _is_slow(name: str) -> bool:
 
 def _kind(value: Any) -> str:
     kind = type(value)
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None and kind is numpy.ndarray:
+        return "an array of Python objects, or with metadata"
+    if torch is not None and kind is torch.Tensor:
+        return "a tensor that is not on the CPU, or is of bfloat16, or has a gradient or attributes"
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -336,12 +342,16 @@ def _stored(value: Any) -> Any:
         stored = ("array", axes, value.strides, not flags.owndata, flags.writeable, in_order)
         again = _restored(stored)
         if again.strides != value.strides or again.flags.owndata != flags.owndata:
-            raise NotKept
+            raise _unusual("an array with gaps, or that is turned round")
         return stored
     if torch is not None and type(value) is torch.Tensor and _is_plain(value, torch):
         axes = _axes(value.stride(), tuple(value.shape))
         return ("tensor", axes, _in_order(value.permute(axes).numpy()))
-    raise NotKept
+    raise _unusual(_kind(value))
+
+
+def _unusual(what: str) -> NotKept:
+    return NotKept(f"it returned what cannot be kept: {what}")
 
 
 def _is_usual(array: Any) -> bool:
@@ -365,7 +375,8 @@ def _axes(strides: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _in_order(array: Any) -> Any:
     if not array.flags.c_contiguous:
-        raise NotKept  # gaps, or steps backwards: its strides could not be given again
+        # Its strides could not be given again.
+        raise _unusual("an array with gaps, or that is turned round")
     return array
 
 

@@ -14,8 +14,8 @@ Of ``hotset run``:
 ``left``                what was left alone, a line of JSON for each: process, function, reason, how many
                         calls so far; written at the first call, the second, the fourth and so on, so that
                         the sum over processes is at least half of the truth
-``wait-<pid>``          two doubles, which a main process changes in place: the seconds that it has waited for
-                        its loaders, and the number of batches
+``wait-<pid>``          three doubles, which a main process changes in place: the seconds that it has waited
+                        for its loaders, the number of batches, and the seconds since it asked for the first
 ``imported-<module>``   a module of which ``--memo`` names a function was imported
 ``slow-<function>``     to keep what a function returns takes longer than that saves
 ``unreached``           the interpreters that started without hotset, a line for each

@@ -16,14 +16,29 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from hotset.run.import_hook import Hook
 from hotset.run.ledger import ledger_here
 
-__all__ = ["Observer", "WaitSums", "hooks", "read_waits"]
+__all__ = ["Observer", "WaitSums", "Waits", "hooks", "read_waits"]
 
-_FORM = struct.Struct("dd")  # seconds, batches
+_FORM = struct.Struct("ddd")  # of Waits
+
+
+class Waits(NamedTuple):
+    """How one process waited for its loaders.
+
+    Attributes:
+        waited: the seconds in which it did.
+        batches: that it got.
+        seconds: from where it first asked for a batch to where it last got one: what came before, such as
+            imports, is not training.
+    """
+
+    waited: float
+    batches: float
+    seconds: float
 
 
 class Observer(Protocol):
@@ -126,17 +141,18 @@ class WaitSums:
         _note(seconds, 0.0 if failed else 1.0)
 
 
-_row: tuple[int, mmap.mmap] | None = None  # of the process that has this id
+_row: tuple[int, mmap.mmap, float] | None = None  # of the process that has this id, and when it began
 
 
 def _note(seconds: float, batches: float) -> None:
     """Add to this process's row. A loader that is used inside a worker counts for that worker."""
     global _row
     try:
+        now = time.perf_counter()
         if _row is None or _row[0] != os.getpid():
-            _row = os.getpid(), _open(ledger_here().path(f"wait-{os.getpid()}"))
-        waited, count = _FORM.unpack_from(_row[1])
-        _FORM.pack_into(_row[1], 0, waited + seconds, count + batches)
+            _row = os.getpid(), _open(ledger_here().path(f"wait-{os.getpid()}")), now - seconds
+        waited, count, _ = _FORM.unpack_from(_row[1])
+        _FORM.pack_into(_row[1], 0, waited + seconds, count + batches, now - _row[2])
     except (OSError, ValueError):
         pass
 
@@ -150,14 +166,13 @@ def _open(path: str) -> mmap.mmap:
         os.close(file)
 
 
-def read_waits(ledger: str) -> list[tuple[float, int]]:
-    """Seconds waited and batches of each process that had a loader."""
+def read_waits(ledger: str) -> list[Waits]:
+    """Of each process that had a loader, the one that waited most first."""
     found = []
     for name in os.listdir(ledger):
         if name.startswith("wait-"):
             with open(os.path.join(ledger, name), "rb") as file:
                 content = file.read(_FORM.size)
             if len(content) == _FORM.size:
-                waited, count = _FORM.unpack(content)
-                found.append((waited, int(count)))
+                found.append(Waits(*_FORM.unpack(content)))
     return sorted(found, reverse=True)

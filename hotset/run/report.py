@@ -6,7 +6,7 @@
       function     calls   hits  time saved      kept
       cv2.imread  12,000  9,000      45.2 s  2.30 GiB
       left alone: numpy.load, at least 12 times: its file is an archive
-      DataLoader: the loop waited 12.1 s of 132 s for 1,200 batches
+      DataLoader: the loop waited 12.1 s of its 124 s for 1,200 batches
       ...
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from hotset.run.loader_wait import Waits
 from hotset.units import format_bytes, format_seconds
 
 __all__ = ["Outcome", "report"]
@@ -30,7 +31,7 @@ class Outcome(NamedTuple):
         seconds: how long it ran.
         functions: name and statistics of each memo.
         left: function and reason, with the least number of calls.
-        waits: seconds waited for loaders and their batches, of each process that had loaders.
+        waits: of each process that had loaders, the one that waited most first.
         unreached: interpreters that have no hotset.
         reached: whether any Python process below was reached.
     """
@@ -39,7 +40,7 @@ class Outcome(NamedTuple):
     seconds: float
     functions: Sequence[tuple[str, Mapping[str, Any]]]
     left: Mapping[tuple[str, str], int]
-    waits: Sequence[tuple[float, int]]
+    waits: Sequence[Waits]
     unreached: Sequence[str]
     reached: bool
 
@@ -88,15 +89,15 @@ def _left_lines(left: Mapping[tuple[str, str], int]) -> list[str]:
 
 
 def _waited(outcome: Outcome) -> str:
-    waited, batches = outcome.waits[0]
+    most = outcome.waits[0]
     who = (
         "the loop"
         if len(outcome.waits) == 1
         else f"the one of {len(outcome.waits)} processes that waited most"
     )
     return (
-        f"DataLoader: {who} waited {format_seconds(waited)} of {format_seconds(outcome.seconds)} "
-        f"for {batches:,} batches"
+        f"DataLoader: {who} waited {format_seconds(most.waited)} of its {format_seconds(most.seconds)} "
+        f"for {most.batches:,.0f} batches"
     )
 
 
@@ -121,7 +122,7 @@ def _advice(outcome: Outcome, called: Sequence[tuple[str, Mapping[str, Any]]]) -
     hits = sum(stats["hits"] for _, stats in called)
     calls = sum(stats["calls"] for _, stats in called)
     uncached = sum(stats.get("uncached", 0) for _, stats in called)
-    waited = outcome.waits[0][0] if outcome.waits else None
+    share = outcome.waits[0].waited / max(outcome.waits[0].seconds, 1e-9) if outcome.waits else None
     if uncached > calls // 100:
         sentences.append(
             f"{uncached:,} calls computed a value that was not kept, for a reason that is above or in the "
@@ -132,9 +133,9 @@ def _advice(outcome: Outcome, called: Sequence[tuple[str, Mapping[str, Any]]]) -
             "Nearly every file was decoded for the first time: what helps is a second epoch, "
             "or --session NAME, which keeps the pictures for the next job."
         )
-    if waited is not None and waited < 0.05 * outcome.seconds:
+    if share is not None and share < 0.05:
         sentences.append("Training hardly waited for data: a faster loader would change little.")
-    elif waited is not None and hits >= calls // 2 and waited > 0.2 * outcome.seconds:
+    elif share is not None and hits >= calls // 2 and share > 0.2:
         sentences.append(
             "Most was decoded already, so what the loop waits for is other work on the samples: "
             "hotset.cache(dataset) keeps the deterministic transforms as well."

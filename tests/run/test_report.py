@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hotset.run.environment import Options, environment_for, options_here
+from hotset.run.loader_wait import Waits
 from hotset.run.report import Outcome, report
 
 STATS = {"calls": 12000, "hits": 9000, "uncached": 0, "bytes": 2_469_606_195, "seconds_saved": 45.2}
@@ -16,7 +17,7 @@ def outcome(**changes: Any) -> Outcome:
         seconds=132.0,
         functions=[("cv2.imread", STATS)],
         left={},
-        waits=[(30.0, 1200)],
+        waits=[Waits(30.0, 1200, 124.0)],
         unreached=[],
         reached=True,
     )
@@ -32,16 +33,17 @@ def test_the_table() -> None:
         "hotset: python train.py ran for 132 s",
         "  function     calls   hits  time saved     kept",
         "  cv2.imread  12,000  9,000        45 s  2.3 GiB",
-        "  DataLoader: the loop waited 30 s of 132 s for 1,200 batches",
+        "  DataLoader: the loop waited 30 s of its 124 s for 1,200 batches",
     ]
 
 
 def test_what_would_help_follows_from_the_figures() -> None:
     assert "hotset.cache(dataset)" in advice()
-    assert "hardly waited" in advice(waits=[(2.0, 1200)])
+    assert "hardly waited" in advice(waits=[Waits(2.0, 1200, 124.0)])
+    assert "hardly waited" not in advice(waits=[Waits(2.0, 60, 4.0)])  # after a long start
     assert "more --memory" in advice(functions=[("cv2.imread", {**STATS, "uncached": 3000})])
     assert "second epoch" in advice(functions=[("cv2.imread", {**STATS, "hits": 10})])
-    assert "waited most" in advice(waits=[(30.0, 1200), (20.0, 1200)])
+    assert "waited most" in advice(waits=[Waits(30.0, 1200, 124.0), Waits(20.0, 1200, 124.0)])
 
 
 def test_a_program_that_gains_nothing_is_told_so() -> None:
