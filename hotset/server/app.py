@@ -7,6 +7,7 @@ an argument that cannot be used         400
 no such session, no such path           404
 a name that is taken, no room, ...      409
 a body that is not of the right form    422
+an error of the server's own            500
 ======================================  ======
 """
 
@@ -44,6 +45,7 @@ _WHY = {
     409: "The present state does not allow it.",
     413: "The body is too long.",
     422: "The body is not of the right form.",
+    500: "The server has failed; its log says where.",
 }
 
 
@@ -63,7 +65,7 @@ def make_app(service: SessionService, history: History, page: str, stop: Callabl
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        responses=_errors(401, 403, 413),  # of the guard, for every request
+        responses=_errors(401, 403, 413, 500),  # of the guard, and where it fails, for every request
     )
     _add_errors(app)
     metrics = Metrics(service.options, report_all)
@@ -178,6 +180,10 @@ def _add_errors(app: FastAPI) -> None:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"][1:])
         return _error(422, f"The request's {printable(where) or 'body'} cannot be used: {first['msg']}.")
+
+    @app.exception_handler(Exception)
+    def failed(request: Request, error: Exception) -> JSONResponse:
+        return _error(500, f"The server has failed here ({type(error).__name__}); its log says where.")
 
     @app.exception_handler(HTTPException)
     def no_such_route(request: Request, error: HTTPException) -> JSONResponse:

@@ -29,6 +29,7 @@ from hotset.errors import ArgumentError, HotsetError
 from hotset.server import history as history_module
 from hotset.server import leftover_files, log
 from hotset.server import pidfile as place
+from hotset.server.app import make_app
 from hotset.server.daemon import Housekeeper
 from hotset.server.history import History
 from hotset.server.metrics import Metrics
@@ -139,6 +140,27 @@ def test_the_policy_admits_the_pages_own_script_and_style() -> None:
     assert one != two
     assert "style-src 'none'" in one
     assert "unsafe" not in two
+
+
+def test_an_error_of_the_servers_own_is_a_sentence_too() -> None:
+    class Broken(SessionService):
+        def status(self) -> dict[str, Any]:
+            raise ValueError("inside")
+
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    app = make_app(Broken(LOCAL, None), History(), "", lambda: None)
+    scope = {"type": "http", "method": "GET", "path": "/api/status", "headers": [], "query_string": b""}
+    with pytest.raises(ValueError, match="inside"):  # for the log
+        asyncio.run(app(scope, receive, send))
+    assert sent[0]["status"] == 500
+    assert "(ValueError)" in json.loads(sent[1]["body"])["error"]
 
 
 # The history
