@@ -12,7 +12,8 @@ the parameters of cached transforms  compared
 torch's default dtype and device     compared: tensors are made with them
 of live transforms                   not: they run for each use
 what reading samples changes itself  not: neither what planning has seen to change (a counter of reads), nor
-                                     what has changed while this process has read a pass
+                                     what has changed while this process has read a pass, if a few samples
+                                     are still what was cached of them
 ===================================  =======================================================================
 
 A dataset that is declared, or has a ``key=``, is not compared: its user says what samples depend on.
@@ -28,6 +29,7 @@ import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset
 
 from hotset._warnings import warn
+from hotset.dataset.audit import first_difference
 from hotset.dataset.held_attributes import Change, HeldAttributes, Room, datasets_in
 from hotset.dataset.pipeline import Source
 from hotset.dataset.sample_access import SampleAccess
@@ -57,16 +59,17 @@ class ContentWatch:
 
     def __init__(self, dataset: Any, source: Source, access: SampleAccess, moved: Collection[str]) -> None:
         self._dataset = dataset
+        self._source = source
         self._access = access
         self._moved = frozenset(moved)
         self._held: HeldAttributes | None = None  # None if what is held cannot be compared
         with self._left_off_if_it_fails():
-            self._find(source)
+            self._find()
         self.look()
 
-    def _find(self, source: Source) -> None:
+    def _find(self) -> None:
         """Find what may change, and what of it counts."""
-        dataset = self._dataset
+        dataset, source = self._dataset, self._source
         cached = [*leaves(source.prefix), *leaves(source.inner)]
         self._cached = [step for step in cached if not isinstance(step, Batched)]  # it looks at its network
         chains = {attribute.name for attribute in transform_attributes_of(dataset)}
@@ -92,9 +95,20 @@ class ContentWatch:
         self._is_held = self.change() is not None
 
     def pass_ended(self) -> None:
-        """Compare with what is held now, if this process has read samples since it was last looked at."""
-        if self._access.read_here > self._read_before and not self._is_held:
+        """Compare with what is held now, if reading samples in this process may have changed it."""
+        if self._access.read_here > self._read_before and not self._is_held and not self._samples_differ():
             self.look()
+
+    def _samples_differ(self) -> bool:
+        """Whether something is another now, and samples with it: the user's code has run between batches."""
+        store = self._access.store
+        if store is None or self.change() is None:
+            return False
+        held = HeldAttributes(self._dataset)
+        try:
+            return first_difference(self._source, store) is not None
+        finally:
+            held.put_back()
 
     def change(self, *, shared: bool = False) -> Change | None:
         """An attribute that is another now; None if there is none.

@@ -670,6 +670,35 @@ def test_what_filling_changes_rarely_does_not_count() -> None:
         assert cached.stats().hits == N
 
 
+class SoftLabels(Dataset[Any]):
+    def __init__(self) -> None:
+        self.soft, self.reads = torch.zeros(N), 0
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        return index, self.soft[index].clone()
+
+
+@pytest.mark.parametrize("made_by", [hotset.DataLoader, DataLoader])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_labels_that_the_training_loop_refines_are_those_of_the_next_pass(made_by: Any, workers: int) -> None:
+    def train(held: SoftLabels, dataset: Any, loader: Any) -> list[Any]:
+        found = []
+        for _ in range(4):
+            for indices, soft in loader(dataset, batch_size=5, num_workers=workers):
+                found.append(soft.tolist())
+                held.soft[indices] += 1
+        return found
+
+    held, plain = SoftLabels(), SoftLabels()
+    expected = train(plain, plain, DataLoader)
+    with recorded(), hotset.cache(held, memory="1MiB") as cached:
+        assert train(held, cached, made_by) == expected
+
+
 class Looked(bytearray):
     looks = 0
 
