@@ -98,6 +98,27 @@ class CropsTwice(Own):
         return [self.until_there_is_some(index) for _ in range(2)]
 
 
+class CropsOnceMore(Own):
+    def __getitem__(self, index: int) -> Any:
+        crop = self.transform(self.picture(index))
+        if is_empty(crop):
+            crop = self.transform(self.picture(index))
+        return crop
+
+
+class CropsOnceMoreByAMethod(Own):
+    def __getitem__(self, index: int) -> Any:
+        if self.two or not is_empty(crop := self.crop(index)):
+            return crop
+        return self.crop(index + 1)
+
+
+class CropsOnceMoreIntoItself(Own):
+    def __getitem__(self, index: int) -> Any:
+        self.last = self.transform(self.picture(index))
+        return self.transform(self.picture(index)) if is_empty(self.last) else self.last
+
+
 class TakesAnother(Own):
     def __getitem__(self, index: int) -> Any:
         crop = self.transform(self.picture(index))
@@ -145,6 +166,14 @@ class TriesAgainAroundAll(Own):
             return self.picture(index)
 
 
+class GoesOnQuietly(Own):
+    def __getitem__(self, index: int) -> Any:
+        crop = self.picture(index)
+        with contextlib.suppress(ValueError):
+            crop = self.crop(index)
+        return crop
+
+
 def retried(read: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(read)
     def until_it_works(*arguments: Any) -> Any:
@@ -164,8 +193,8 @@ class IsDecorated(Own):
 
 
 AGAIN = [CropsUntilThereIsSome, CropsForEver, CropsAFewTimes, CropsByAMethod, CropsTwice, TakesAnother]
-AGAIN += [TakesTheNext, IsDecorated]
-ON = [TriesAgain, TakesAnotherIfItRaises, TriesAgainAroundAll]
+AGAIN += [CropsOnceMore, CropsOnceMoreByAMethod, CropsOnceMoreIntoItself, TakesTheNext]
+ON = [TriesAgain, TakesAnotherIfItRaises, TriesAgainAroundAll, GoesOnQuietly, IsDecorated]
 
 
 @pytest.mark.parametrize("kind", [*AGAIN, *ON])
@@ -225,6 +254,32 @@ class Once(Own):
         if self.two:
             return crop, self.picture(0)
         return crop
+
+
+class TwoViews(Own):
+    def __getitem__(self, index: int) -> Any:
+        picture = self.picture(index)
+        crop = self.transform(picture)
+        assert crop.ndim == 1
+        if self.two and picture is not None:
+            return crop, self.transform(self.picture(index))
+        return crop
+
+
+class MasksToo(Own):
+    def __getitem__(self, index: int) -> Any:
+        mask = self.picture(0) if self.two else None
+        crop = self.transform(self.picture(index))
+        if mask is not None:
+            mask = self.transform(mask)
+        return crop, index
+
+
+class ReadsQuietly(Own):
+    def __getitem__(self, index: int) -> Any:
+        with contextlib.suppress(OSError):
+            picture = self.picture(index)
+        return self.transform(picture)
 
 
 class ForEach(Own):
@@ -326,7 +381,7 @@ class FindsIt(Own):
 
 
 CUT = [Once, ForEach, ForOne, Comprehends, Generates, Maps, ReadsUntilItCan, ReadsAnother, Ends, SaysMore]
-CUT += [Locks, IsAList, FindsIt]
+CUT += [Locks, IsAList, FindsIt, TwoViews, MasksToo, ReadsQuietly]
 
 
 @pytest.mark.parametrize("kind", CUT)

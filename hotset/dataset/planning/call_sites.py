@@ -11,15 +11,22 @@ frame up to the dataset's ``__getitem__``, the code and the instruction. From th
     for x in views:                   call ──> FOR_ITER ──> call again    the iterator alone decides
         out.append(self.transform(x))             └───────> return
 
+    crop = self.transform(x)          call ──> test ──> call again        its result decides, if the test
+    if crop.sum() == 0:                         └────> return             reads what was bound since
+        crop = self.transform(x)
+
     try: return self.transform(x)     call ──> handler ──> return         what it raises is caught
     except ValueError: return self[0]             └──────> raise
 
 So a call is made in a loop if a branch follows it, other than an iterator's end, of which one side leads to
 the call again, and another returns without it. What a method leads to is again the call if it calls itself,
-or gets another item of itself. The blocks that Python enters when something raises are sides, too; ``with``
-is taken to let exceptions pass, as readings compare what else it does. A handler that only raises, perhaps
-another exception, and ``finally`` change nothing. A second call of the chain, in a loop that follows the
-first, is found by the attribute's name; one in an ``if`` without a loop is not.
+or gets another item of itself. A second call of the chain that follows the first is found by the attribute's
+name. In a loop of its own it counts as the first does; in an ``if``, where the test reads a variable that is
+bound after the first call, and not if it only reads a setting (``if self.two_views:``).
+
+The blocks that Python enters when something raises are sides, too; ``with`` is taken to let exceptions pass,
+as readings compare what else it does, unless its function names ``suppress``. A handler that only raises,
+perhaps another exception, and ``finally`` change nothing.
 
 The instructions are CPython's. Python 3.11 and later have a table of which handler covers which instruction;
 before, instructions push and pop handlers. Code that cannot be read so says nothing.
@@ -91,8 +98,9 @@ def _reaction(site: CallSite, name: str) -> str | None:
     following = dict(itertools.pairwise([*steps, -1]))
     nexts = {offset: _nexts(step, following[offset]) for offset, step in steps.items()}
     handlers = _handlers(site.code, steps, nexts)
+    ends = _RERAISES if "suppress" not in site.code.co_names else _RERAISES - {"WITH_EXCEPT_START"}
     edges = {
-        offset: [*(() if steps[offset].opname in _RERAISES else after), *_listed(handlers.get(offset))]
+        offset: [*(() if steps[offset].opname in ends else after), *_listed(handlers.get(offset))]
         for offset, after in nexts.items()
     }
     call = max(offset for offset in steps if offset <= site.offset)  # the call's inline caches may follow it
@@ -101,13 +109,23 @@ def _reaction(site: CallSite, name: str) -> str | None:
         return "goes on if its {} raises"
     after = _reached_from(nexts[call], edges)
     itself = [offset for offset in _calls_of_itself(site.code, steps) if offset in after]
-    for each in [call, *(offset for offset in after if _loads(steps[offset], name))]:
-        again = _leading_to([each, *itself], edges)
-        for branch in _reached_from(nexts[each], edges):
-            sides = () if steps[branch].opname in _ITERATES else edges[branch]
-            if again.intersection(sides) and not again.issuperset(returning.intersection(sides)):
-                return "may call its {} again after a look at the result"
-    return None
+    is_result = any(name in _names("STORE_FAST", steps[offset]) for offset in after)  # crop = self.crop(x)
+    later = [offset for offset in after if _loads(steps[offset], name, but_variables=is_result)]
+    sides = {branch: set(edges[branch]) for branch in after if steps[branch].opname not in _ITERATES}
+
+    def deciding(branches: Iterable[int], again: set[int]) -> list[int]:
+        """Those of which one side leads to the call again, and another returns without it."""
+        return [n for n in branches if again & sides[n] and not again >= returning & sides[n]]
+
+    decides = any(
+        deciding(_reached_from(nexts[each], edges) & sides.keys(), _leading_to([each, *itself], edges))
+        for each in [call, *later]
+    )
+    for branch in deciding(sides, _leading_to(later, edges)):
+        test = _tested(branch, steps)
+        bound = {name for n in after & _leading_to([branch], edges) for name in _names("STORE", steps[n])}
+        decides |= call in test or any(bound & _names("LOAD", steps[n]) for n in test)
+    return "may call its {} again after a look at the result" if decides else None
 
 
 def _listed(offset: int | None) -> list[int]:
@@ -144,7 +162,28 @@ def _handlers(code: types.CodeType, steps: _Steps, nexts: _Edges) -> dict[int, i
     return {offset: held[-1] for offset, held in blocks.items() if held}
 
 
-def _loads(step: dis.Instruction, name: str) -> bool:
+def _tested(branch: int, steps: _Steps) -> list[int]:
+    """The instructions that computed what a branch tests."""
+    found: list[int] = []
+    depth = 0
+    for offset in sorted((offset for offset in steps if offset < branch), reverse=True):
+        found.append(offset)
+        depth += dis.stack_effect(steps[offset].opcode, steps[offset].arg, jump=False)
+        if depth == 1:
+            break
+    return found
+
+
+def _names(kind: str, step: dis.Instruction) -> set[str]:
+    """The variables or attributes that an instruction may load, or store."""
+    if kind not in step.opname or "CONST" in step.opname:
+        return set()
+    return set(step.argval) if isinstance(step.argval, tuple) else {step.argval}
+
+
+def _loads(step: dis.Instruction, name: str, *, but_variables: bool = False) -> bool:
+    if but_variables and "FAST" in step.opname:
+        return False
     return step.opname.startswith("LOAD_") and step.opname != "LOAD_CONST" and step.argval == name
 
 
