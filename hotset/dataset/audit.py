@@ -105,7 +105,7 @@ class Audit:
         """
         begun = time.monotonic()
         if self._generators is None:
-            self._generators = Generators([self._source.dataset, self._source.prefix])
+            self._generators = Generators(self._source.read_parts)
         states = self._generators.states()
         try:
             found = same(cached, self._source.read(index), across=True)
@@ -149,7 +149,7 @@ def first_difference(source: Source, store: Store) -> str | None:
         return None
     begun, varied = time.monotonic(), time.time_ns() * _GOLDEN
     positions = (0, len(cached) - 1, varied % len(cached), (varied >> 32) % len(cached))
-    generators = Generators([source.dataset, source.prefix])
+    generators = Generators(source.read_parts)
     states = generators.states()
     try:
         for sample_id in dict.fromkeys(int(cached[position]) for position in positions):

@@ -77,6 +77,8 @@ def stopped(error: SampleStopped) -> StopIteration:
 
 # Where a value is in a sample: keys from the root.
 SamplePath = tuple[Any, ...]
+# How a dataset calls a chain of its own: the attribute, and the names with which it gives the values.
+ChainCall = tuple[str, ...]
 UNUSED = -1
 
 
@@ -130,7 +132,7 @@ class Pipeline:
     def cut(self, cuts: Cuts) -> Source:
         """Cut each chain as ``cuts`` says."""
         prefixes: dict[str, Chain] = {}
-        calls: dict[str, int] = {}
+        calls: dict[ChainCall, int] = {}
         cached: list[Any] = []
         live: list[Transform] = []
         found = zip(self.attributes, cuts.own, cuts.paths, cuts.in_place, strict=True)
@@ -142,12 +144,13 @@ class Pipeline:
             cached += before
             if after or in_place:
                 prefixes[attribute.name] = Chain(before, in_place, attribute.name if after else None)
-            if after:
-                calls[attribute.name] = len(paths) if cuts.calls_it_for_each(number) else 1
-            if after and cuts.calls_it_for_each(number):
-                live += [ApplyAt((path,), after) for path in paths]
-            elif after:
-                live.append(ApplyAt(paths, after))
+            if not after:
+                continue
+            keywords = cuts.keywords[number]
+            together = [(path,) for path in paths] if cuts.calls_it_for_each(number) else [paths]
+            call = (attribute.name, *keywords)
+            calls[call] = len(together)
+            live += [ApplyAt(each, after, keywords) for each in together]
         before, after = cut(self.given, cuts.given)
         dataset = with_transforms(self.dataset, prefixes)
         prefix = tuple(_with_batched_alone(before))
@@ -166,6 +169,8 @@ class Cuts:
         in_place: for each own chain, whether it was seen to change its input, so that it gets copies.
         for_each: the numbers of the own chains that are called several times for a sample, with one value
             each: once for each path, in their order. Any other is called once, with the values at all paths.
+        keywords: for each own chain, the names with which the dataset gives it the values at these paths;
+            empty for one that gets them without names.
     """
 
     own: tuple[int, ...]
@@ -173,6 +178,7 @@ class Cuts:
     given: int
     in_place: tuple[bool, ...]
     for_each: tuple[int, ...] = ()
+    keywords: tuple[tuple[str, ...], ...] = ()
 
     def calls_it_for_each(self, number: int) -> bool:
         """Whether an own chain is called once for each of its paths."""
@@ -185,14 +191,14 @@ class Cuts:
 
     def to_json(self) -> list[Any]:
         """All fields, as JSON types."""
-        return [self.own, self.paths, self.given, self.in_place, self.for_each]
+        return [self.own, self.paths, self.given, self.in_place, self.for_each, self.keywords]
 
     @classmethod
     def from_json(cls, value: Any) -> Cuts:
         """The inverse of :meth:`to_json`; JSON has made lists of all tuples."""
-        own, paths, given, in_place, for_each = value
+        own, paths, given, in_place, for_each, keywords = value
         tuples = tuple(tuple(tuple(path) for path in each) for each in paths)
-        return cls(tuple(own), tuples, given, tuple(in_place), tuple(for_each))
+        return cls(tuple(own), tuples, given, tuple(in_place), tuple(for_each), tuple(map(tuple, keywords)))
 
 
 @dataclass(frozen=True)
@@ -205,7 +211,7 @@ class Source:
         prefix: the transforms of whole samples that are cached; a :class:`Batched` is in no container.
         live: the transforms that are applied to each use of a sample.
         whole: the dataset with its own chains whole.
-        calls: how often the dataset calls each of its chains that are cut, by name, for each sample.
+        calls: how often the dataset calls each of its chains that are cut, for each sample.
         otherwise: the indices of samples for which it has called one another number of times.
     """
 
@@ -214,13 +220,18 @@ class Source:
     prefix: tuple[Transform, ...]
     live: tuple[Transform, ...]
     whole: Any = None
-    calls: Mapping[str, int] = field(default_factory=dict)
+    calls: Mapping[ChainCall, int] = field(default_factory=dict)
     otherwise: set[int] = field(default_factory=set)
+
+    @property
+    def read_parts(self) -> list[Any]:
+        """What may draw random numbers when a sample is read: the whole chains, too, if some are cut."""
+        return [self.dataset, *filter(None, (self.prefix,)), *([self.whole] if self.calls else [])]
 
     @property
     def random_parts(self) -> list[Any]:
         """What may draw random numbers when a sample is used: the live part, and samples read each time."""
-        return [*filter(None, (self.live,)), self.dataset, *filter(None, (self.prefix,))]
+        return [*filter(None, (self.live,)), *self.read_parts]
 
     @property
     def batched(self) -> list[Batched]:
@@ -349,18 +360,18 @@ register_codec(WholeSample, _refuse, WholeSample)  # never stored: its live tran
 
 
 class _Calls(threading.local):
-    """How often the chains of datasets that are being read were called in this thread, by name."""
+    """How often the chains of datasets that are being read were called in this thread."""
 
-    made: dict[str, int] | None = None
+    made: dict[ChainCall, int] | None = None
 
 
 _calls = _Calls()
 
 
 @contextlib.contextmanager
-def _counted() -> Iterator[dict[str, int]]:
+def _counted() -> Iterator[dict[ChainCall, int]]:
     """Count calls of chains that have a name; a dataset that is read within another has its own count."""
-    outer, made = _calls.made, dict[str, int]()
+    outer, made = _calls.made, dict[ChainCall, int]()
     _calls.made = made
     try:
         yield made
@@ -454,28 +465,37 @@ class Chain:
         self._copies = copies
         self._name = name
 
-    def __call__(self, *values: Any) -> Any:
+    def __call__(self, *values: Any, **named: Any) -> Any:
         if self._name is not None and _calls.made is not None:
-            _calls.made[self._name] = _calls.made.get(self._name, 0) + 1
+            call = (self._name, *named)
+            _calls.made[call] = _calls.made.get(call, 0) + 1
         if self._copies:
-            values = copied(values, _warn_of_uncopied)
-        value = values[0] if len(values) == 1 else Values(values)
+            values, named = copied((values, named), _warn_of_uncopied)
+        value: Any = named or (values[0] if len(values) == 1 else Values(values))
         for part in self.parts:
-            value = applied(part, value)
+            value = part(**value) if named else applied(part, value)
         return tuple(value) if isinstance(value, Values) else value
 
 
 class ApplyAt:
     """Applies transforms to the value at one path of a sample, or to several values at once."""
 
-    def __init__(self, paths: Sequence[SamplePath], steps: Sequence[Transform]) -> None:
+    def __init__(
+        self, paths: Sequence[SamplePath], steps: Sequence[Transform], keywords: Sequence[str] = ()
+    ) -> None:
         self.paths = tuple(paths)
         self.steps = tuple(steps)
+        self.keywords = tuple(keywords)
 
     def __call__(self, sample: Any) -> Any:
         values = [_get(sample, path) for path in self.paths]
-        output = Chain(self.steps)(*values)
-        for path, value in zip(self.paths, output if len(values) > 1 else [output], strict=True):
+        chain = Chain(self.steps)
+        if self.keywords:
+            named = chain(**dict(zip(self.keywords, values, strict=True)))
+            made = [named[keyword] for keyword in self.keywords]
+        else:
+            made = chain(*values) if len(values) > 1 else [chain(*values)]
+        for path, value in zip(self.paths, made, strict=True):
             sample = _put(sample, path, value)
         return sample
 

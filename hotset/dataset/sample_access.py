@@ -90,7 +90,7 @@ class SampleAccess:
         self._remote = remote
         self._audit = Audit(source, plan.sample_seconds, self._audited()) if plan.audited else None
         if plan.audited and declared(source.dataset) != "deterministic":
-            attachment.watch(DrawWatch([source.dataset, source.prefix]))
+            attachment.watch(DrawWatch(source.read_parts))
         self._job = _job_word()  # of the main process, also in its workers
         self._read_ahead: set[int] = set()  # samples that this process has cached and not used yet
         self._ended = False  # whether the user was warned that the session was destroyed

@@ -27,7 +27,7 @@ from hotset.determinism.libraries.albumentations import takes_keywords, without_
 from hotset.determinism.verdict import library_of, stated
 from hotset.errors import ArgumentError
 
-__all__ = ["Values", "applied", "cut", "leaves"]
+__all__ = ["Values", "applied", "cut", "leaves", "takes_keywords"]
 
 
 class Values(tuple[Any, ...]):

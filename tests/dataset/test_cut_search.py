@@ -794,12 +794,28 @@ class DrawForSomeOfMany(LeavesSomeOutOfMany):
         return sample + torch.randint(9, ()) if index % N == 5 else sample
 
 
+class ShiftOfItsOwn:
+    """Draws from a generator that it holds."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(3)
+
+    def __call__(self, picture: torch.Tensor) -> torch.Tensor:
+        return picture + int(self.rng.integers(1000))
+
+
+class HaveOneMoreOfTheirOwn(HaveOneMore):
+    def __init__(self) -> None:
+        super().__init__()
+        self.transform = ShiftOfItsOwn()
+
+
 @pytest.mark.parametrize(
     ("kind", "workers"),
     [
         *(
             (kind, workers)
-            for kind in (LeavesSomeOut, HaveOneMore, LeavesSomeOutOfMany)
+            for kind in (LeavesSomeOut, HaveOneMore, HaveOneMoreOfTheirOwn, LeavesSomeOutOfMany)
             for workers in (0, 2)
         ),
         (DrawForSomeOfMany, 0),

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import equal_batches, recorded
 from library_tables import need
+from torch.utils.data import get_worker_info
 
 import hotset
 
@@ -18,17 +20,20 @@ class Segmentation(torch.utils.data.Dataset[dict[str, Any]]):
     """Pictures with masks and names; with a chain, it calls the chain itself, as is done without hotset."""
 
     def __init__(self, aug: Any = None) -> None:
-        self._aug = aug
+        self.aug = aug
 
     def __len__(self) -> int:
         return 12
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def read(self, index: int) -> dict[str, Any]:
         image = np.random.default_rng(index).integers(0, 256, (40, 40, 3)).astype(np.uint8)
-        mask, name = image[..., 0] // 64, f"{index}.png"
-        if self._aug is None:
-            return {"image": image, "mask": mask, "name": name}
-        return {**self._aug(image=image, mask=mask), "name": name}
+        return {"image": image, "mask": image[..., 0] // 64, "name": f"{index}.png"}
+
+    def __getitem__(self, index: int) -> Any:
+        made = self.read(index)
+        if self.aug is None:
+            return made
+        return {**self.aug(image=made["image"], mask=made["mask"]), "name": made["name"]}
 
 
 def _flat(A: Any, to_tensor: Any) -> Any:
@@ -117,18 +122,117 @@ def test_a_dataset_that_calls_a_chain_with_nothing_random_in_it_is_cached(worker
         assert cached.stats().cached == 12
 
 
-@pytest.mark.parametrize("random_part", ["HorizontalFlip", "OneOf", "p"])
-def test_a_dataset_that_calls_a_random_chain_is_not(random_part: str) -> None:
+class OfDict(Segmentation):
+    """Returns what its chain returns."""
+
+    def __getitem__(self, index: int) -> Any:
+        made = self.read(index)
+        return self.aug(image=made["image"], mask=made["mask"])
+
+
+class OfTwo(Segmentation):
+    """Takes what it needs out of what its chain returns."""
+
+    def __getitem__(self, index: int) -> Any:
+        made = self.read(index)
+        augmented = self.aug(image=made["image"], mask=made["mask"])
+        return augmented["image"], augmented["mask"], index
+
+
+class OfViews(Segmentation):
+    """Calls its chain for each of two views."""
+
+    def __getitem__(self, index: int) -> Any:
+        image = self.read(index)["image"]
+        return [self.aug(image=image)["image"] for _ in range(2)], index
+
+
+class SomeWithoutMask(Segmentation):
+    """A few pictures have no mask."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> Any:
+        made = self.read(index)
+        if index in (5, 17, 29):
+            return self.aug(image=made["image"])["image"], np.zeros((16, 16), np.uint8)
+        augmented = self.aug(image=made["image"], mask=made["mask"])
+        return augmented["image"], augmented["mask"]
+
+
+class Chooses(Segmentation):
+    """Has two chains, and calls one."""
+
+    def __init__(self, chain: Any) -> None:
+        super().__init__()
+        self.train, self.for_training, self.for_tests = True, chain, need("albumentations").Compose([])
+
+    def __getitem__(self, index: int) -> Any:
+        chain = self.for_training if self.train else self.for_tests
+        return chain(image=self.read(index)["image"])["image"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [Segmentation, OfDict, OfTwo, OfViews, SomeWithoutMask, Chooses])
+def test_the_chain_that_a_dataset_calls_is_cut_before_its_first_random_transform(
+    kind: type[Segmentation], workers: int
+) -> None:
     A = need("albumentations")
-    parts, options = [A.Resize(32, 32)], {}
-    if random_part == "HorizontalFlip":
-        parts.append(A.HorizontalFlip())
-    elif random_part == "OneOf":
-        parts.append(A.OneOf([A.Normalize(), A.Transpose(p=1)], p=1))
-    else:
-        options["p"] = 0.9
-    with pytest.raises(hotset.NotCacheable):
-        hotset.cache(Segmentation(A.Compose(parts, **options)), memory="4MiB")
+
+    def read(dataset: Any, loader: Any) -> list[Any]:
+        torch.manual_seed(1)
+        made = loader(dataset, batch_size=4, shuffle=True, num_workers=workers)
+        return [list(made) for _ in range(3)]
+
+    def chain() -> Any:
+        return A.Compose([A.Resize(32, 32), A.RandomCrop(16, 16), A.HorizontalFlip()], seed=3)
+
+    expected = read(kind(chain()), torch.utils.data.DataLoader)
+    with recorded(), hotset.cache(kind(chain()), memory="4MiB") as cached:
+        assert [row.name for row in cached.plan.rows if row.cached] == [kind.__name__, "Resize"]
+        equal_batches(read(cached, hotset.DataLoader), expected)
+        assert cached.stats().hits
+
+
+@pytest.mark.parametrize("seeded_by", ["worker", "epoch"])
+def test_a_chain_that_is_seeded_anew_draws_what_it_draws_without_a_cache(seeded_by: str) -> None:
+    A = need("albumentations")
+
+    def seed(_: int) -> None:
+        chain = get_worker_info().dataset.aug  # type: ignore[union-attr]
+        chain.set_random_state(np.random.default_rng(5), random.Random(5))
+
+    def read(dataset: Any, loader: Any) -> list[Any]:
+        torch.manual_seed(1)
+        workers = {"num_workers": 1, "worker_init_fn": seed} if seeded_by == "worker" else {}
+        made, found = loader(dataset, batch_size=4, shuffle=True, **workers), []
+        for epoch in range(3):
+            if not workers:
+                dataset.aug.set_random_seed(epoch)
+            found.append(list(made))
+        return found
+
+    def chain() -> Any:
+        return A.Compose([A.Resize(32, 32), A.RandomCrop(16, 16), A.HorizontalFlip()], seed=3)
+
+    expected = read(OfTwo(chain()), torch.utils.data.DataLoader)
+    with recorded(), hotset.cache(OfTwo(chain()), memory="4MiB") as cached:
+        equal_batches(read(cached, hotset.DataLoader), expected)
+
+
+@pytest.mark.parametrize("why", ["boxes", "further"])
+def test_a_random_chain_that_cannot_be_cut_is_refused(why: str) -> None:
+    A = need("albumentations")
+
+    class Further(Segmentation):
+        def __getitem__(self, index: int) -> Any:
+            made = super().__getitem__(index)
+            return made["image"], made["mask"] + (why == "further")
+
+    boxes = {"bbox_params": A.BboxParams("coco", label_fields=[])} if why == "boxes" else {}
+    with pytest.raises(hotset.NotCacheable, match="processes the results of its aug further"):
+        hotset.cache(Further(A.Compose([A.Resize(32, 32), A.Transpose()], **boxes)), memory="4MiB")
 
 
 def test_a_generator_that_a_chain_shares_with_its_dataset_counts() -> None:

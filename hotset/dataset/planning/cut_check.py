@@ -18,10 +18,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hotset.dataset.pipeline import ApplyAt, Chain, Cuts, Pipeline, Source
+from hotset.dataset.pipeline import ApplyAt, Chain, Cuts, Pipeline, Source, chain_of
 from hotset.dataset.transform_attributes import with_transforms
-from hotset.determinism.chain import cut as cut_chain
-from hotset.determinism.chain import leaves
 from hotset.determinism.draws.rng import Generators
 from hotset.determinism.equality import same
 
@@ -40,7 +38,7 @@ def differs_when_cut(pipeline: Pipeline, cuts: Cuts, indices: Sequence[int]) -> 
     cut = replace(cut, prefix=(), live=own, calls={})
     found = zip(pipeline.attributes, cuts.paths, cuts.in_place, strict=True)
     chains = {  # what works in place must not change what the dataset holds
-        attribute.name: Chain(cut_chain(attribute.chain, len(leaves(attribute.chain)))[0], copies=True)
+        attribute.name: Chain(chain_of(attribute.chain), copies=True)
         for attribute, paths, in_place in found
         if paths or in_place
     }

@@ -2,9 +2,10 @@
 
 Each of a dataset's own chains is judged by :func:`hotset.split` on the values that it is really called with:
 samples are read with recorders in place of the chains. A chain stays whole, and is cached if all of it may
-be, where the dataset calls it with keywords, processes its results further, accepts no recorder in its place,
-or may call it again or go on without it (:mod:`hotset.dataset.planning.call_sites`). A chain given as
-``transform=`` is judged on whole samples, if nothing before it is live.
+be, where the dataset calls it with keywords (if it is not albumentations'), processes its results further,
+accepts no recorder in its place, or may call it again or go on without it
+(:mod:`hotset.dataset.planning.call_sites`). A chain given as ``transform=`` is judged on whole samples, if
+nothing before it is live.
 
 The cut is the last one that is allowed, unless an earlier one is clearly cheaper with the memory there is
 (:mod:`hotset.policy.cut_point`), or the user gave ``cut=``.
@@ -246,7 +247,7 @@ class _CutSearch:
             return self._whole_if_used(self._measured(findings, first), number)
         if irregular:
             why = f"{self._class_name} calls its {name} with keywords"
-            calls = [each for recorder in recorders for each in recorder.keyword_calls]
+            calls = [each for recorder in recorders for each in recorder.refused]
             return self._keep_whole(unknown, number, why, [lambda keywords: chain(**keywords)], calls)
         if any(len(recorder.inputs) != 1 for recorder in recorders):
             why = f"{self._class_name} does not call its {name} once for each sample"
@@ -408,7 +409,7 @@ class _CutSearch:
             else:
                 given = best - (first if cuttable else 0)
         intended = (*counts, given)
-        paths, given = self._result_paths(counts, given)
+        paths, keywords, given = self._result_paths(counts, given)
         if user_cut is not None and (*counts, given) != intended:
             raise ArgumentError(
                 f"cut={user_cut} is not possible: {self._class_name}'s own chain cannot be cut there, or a "
@@ -417,7 +418,7 @@ class _CutSearch:
         self._require_batched_cached(given)
         in_place = tuple(own.in_place for own in self._own)
         for_each = tuple(n for n, own in enumerate(self._own) if own.calls > 1 and paths[n])
-        cuts = Cuts(tuple(counts), paths, given, in_place, for_each)
+        cuts = Cuts(tuple(counts), paths, given, in_place, for_each, keywords)
         rows = self._rows(cuts)
         probed = any(row.cached and row.kind == "unknown" for row in rows)
         return CutChoice(cuts, rows, tuple(self.notes), probed)
@@ -501,13 +502,21 @@ class _CutSearch:
             )
         return best
 
-    def _result_paths(self, counts: list[int], given: int) -> tuple[tuple[tuple[SamplePath, ...], ...], int]:
-        """Where the results of the cut chains are in the sample; a chain without such paths stays whole."""
+    def _result_paths(
+        self, counts: list[int], given: int
+    ) -> tuple[tuple[tuple[SamplePath, ...], ...], tuple[tuple[str, ...], ...], int]:
+        """Where the results of the cut chains are in the sample; a chain without such paths stays whole.
+
+        Returns:
+            For each chain these paths, and the names with which it gets the values there; how many leaves of
+            ``transform=`` may still be cached.
+        """
         prefixes = [
             None if count == UNUSED else () if own.whole else tuple(leaves(own.chain)[:count])
             for own, count in zip(self._own, counts, strict=True)
         ]
         paths: list[tuple[SamplePath, ...]] = [()] * len(counts)
+        keywords: list[tuple[str, ...]] = [()] * len(counts)
         cut = [n for n, own in enumerate(self._own) if UNUSED < counts[n] < len(leaves(own.chain))]
         if cut:
             sample, recorders = recorded(self._pipeline, self._reads.indices[0], prefixes)
@@ -523,17 +532,20 @@ class _CutSearch:
                     self._own[n] = self._keep_whole(self._own[n], n, why, steps, self._own[n].values)
                     counts[n] = self._own[n].cacheable
                 else:
-                    paths[n] = found
+                    paths[n], keywords[n] = found, recorders[n].keywords[0]
                     given = 0
-        return tuple(paths), given
+        return tuple(paths), tuple(keywords), given
 
     def _gives_as_many(self, number: int, count: int, recorder: Recorder, paths: int) -> bool:
         """Whether the live part of a chain that takes several values returns as many."""
         if paths == 1 or self._own[number].calls > 1:
             return True
-        values: Any = Values(recorder.outputs[0])
+        keywords = recorder.keywords[0]
+        values: Any = recorder.outputs[0] if keywords else Values(recorder.outputs[0])
         for step in leaves(self._own[number].chain)[count:]:
             values, _ = _tried(step, values)
+        if keywords:
+            return isinstance(values, dict) and values.keys() >= {*keywords}
         return isinstance(values, Values) and len(values) == paths
 
     # ---- reporting -------------------------------------------------------------------------------------

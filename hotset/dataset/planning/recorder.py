@@ -17,7 +17,7 @@ from hotset.dataset.planning.call_sites import CallSite, call_sites
 from hotset.dataset.source_reader import seconds_in_groups
 from hotset.dataset.transform_attributes import TRANSFORM_NAMES, with_transforms
 from hotset.determinism.aliasing import owns_all
-from hotset.determinism.chain import Values
+from hotset.determinism.chain import Values, leaves, takes_keywords
 from hotset.determinism.equality import content_digests
 from hotset.determinism.timing import typical
 
@@ -35,8 +35,9 @@ class Recorder(Chain):
     chain with one value until it likes what a random transform made of it would never end: it gets an error.
 
     Attributes:
-        inputs: for each call the value, or :class:`Values`.
-        keyword_calls: the arguments of each call with keywords, as albumentations' chains are called.
+        inputs: for each call the value, :class:`Values`, or the dict of values that were given by name.
+        keywords: for each call these names; none for values without names.
+        refused: the arguments of each call that it refuses: with names that its chain does not return.
         first_called, last_called: when it was called, to tell which of two chains comes first.
         callers: for each call, where it came from.
         outputs: for each call what was returned.
@@ -44,10 +45,12 @@ class Recorder(Chain):
         seconds: the sum over all calls.
     """
 
-    def __init__(self, parts: Sequence[Transform] = ()) -> None:
+    def __init__(self, parts: Sequence[Transform] = (), takes_names: bool = False) -> None:
         super().__init__(parts, copies=True)
         self.inputs: list[Any] = []
-        self.keyword_calls: list[dict[str, Any]] = []
+        self.keywords: list[tuple[str, ...]] = []
+        self.refused: list[dict[str, Any]] = []
+        self._takes_names = takes_names
         self.callers: list[tuple[CallSite, ...]] = []
         self.outputs: list[Any] = []
         self.digests: list[dict[str, bytes]] = []
@@ -58,24 +61,26 @@ class Recorder(Chain):
 
     @property
     def irregular(self) -> bool:
-        """Whether it was called with keywords, or without a value."""
-        return bool(self.keyword_calls)
+        """Whether it was called with names that its chain does not return, or without a value."""
+        return bool(self.refused)
 
     def __call__(self, *values: Any, **named: Any) -> Any:
-        if named or not values:
-            self.keyword_calls.append(named)
+        if bool(named) == bool(values) or (named and not self._takes_names):
+            self.refused.append(named)
             raise TypeError("called with keywords")
-        if values[0] is self._last:
+        first = next(iter((*values, *named.values())))
+        if first is self._last:
             self._times_last += 1
             if self._times_last > _MOST_TIMES:
                 raise RuntimeError("called again and again with one value")
         else:
-            self._last, self._times_last = values[0], 1
+            self._last, self._times_last = first, 1
         self.last_called = time.perf_counter_ns()
         self.first_called = self.first_called or self.last_called
-        self.inputs.append(values[0] if len(values) == 1 else Values(values))
+        self.inputs.append(named or (values[0] if len(values) == 1 else Values(values)))
+        self.keywords.append(tuple(named))
         self.callers.append(call_sites(recorded.__code__))
-        output = super().__call__(*values)
+        output = super().__call__(*values, **named)
         self.outputs.append(output)
         self.digests.append(content_digests(output))
         self.seconds += (time.perf_counter_ns() - self.last_called) / 1e9
@@ -95,7 +100,10 @@ def recorded(
     Raises:
         Exception: what the dataset raises before that.
     """
-    recorders = [Recorder(parts or ()) for parts in prefixes]
+    recorders = [
+        Recorder(parts or (), all(map(takes_keywords, map(type, leaves(attribute.chain)))))
+        for attribute, parts in zip(pipeline.attributes, prefixes, strict=True)
+    ]
     named = {
         attribute.name: recorder
         for attribute, recorder, parts in zip(pipeline.attributes, recorders, prefixes, strict=True)
@@ -114,11 +122,18 @@ def find_paths(sample: Any, recorder: Recorder) -> tuple[SamplePath, ...] | None
     if recorder.irregular or not recorder.outputs or len(recorder.outputs) < len(recorder.inputs):
         return None
     results: list[Any] = []
+    if len(set(recorder.keywords)) > 1:
+        return None
+    named = recorder.keywords[0]
     for inputs, output, before in zip(recorder.inputs, recorder.outputs, recorder.digests, strict=True):
         now = content_digests(output)
         if any(now.get(part, digest) != digest for part, digest in before.items() if part):
             return None  # changed in place since; something added to the sample itself changes no result
-        if not isinstance(inputs, Values):
+        if named:
+            if (len(named) > 1 and len(recorder.outputs) > 1) or {*named} != {*output}:
+                return None
+            results += [output[name] for name in named]
+        elif not isinstance(inputs, Values):
             results.append(output)
         elif len(recorder.outputs) == 1 and isinstance(output, tuple) and len(output) == len(inputs):
             results += output
@@ -139,9 +154,11 @@ def passes_shared_objects(pipeline: Pipeline, index: int) -> list[bool]:
     while recorders:
         recorder = recorders.pop(0)
         inputs = [
-            value for each in recorder.inputs for value in (each if isinstance(each, Values) else [each])
+            value
+            for each, named in zip(recorder.inputs, recorder.keywords, strict=True)
+            for value in (each.values() if named else each if isinstance(each, Values) else [each])
         ]
-        inputs += [value for named in recorder.keyword_calls for value in named.values()]
+        inputs += [value for named in recorder.refused for value in named.values()]
         given.append(list({id(value): value for value in inputs}.values()))
     del recorder, inputs, _
     return [not owns_all(values) for values in given]
