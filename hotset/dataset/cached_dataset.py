@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import multiprocessing
 import operator
 import sys
 import weakref
@@ -222,11 +223,13 @@ class CachedDataset(DatasetProxy[T]):
                 self._current.access.leave_off_audits()
             return
         what, stats = str(change), self._stats_of(self._current)
+        store = self._current.access.any_store
+        # torch's loader does not tell whether its workers run.
+        may_run = bool(multiprocessing.active_children()) and self._watch.change(shared=True) is not None
+        if store is not None and (self._workers_keep or may_run):
+            store.invalidate()
         if self._workers_keep:
             self._watch = None
-            store = self._current.access.any_store
-            if store is not None:
-                store.invalidate()
             warn(self._has_changed(what))
         elif what in self._followed and stats.hits < max(stats.cached, 1):
             self._read_uncached(self._has_changed(what, " again before its cache has served an epoch"))

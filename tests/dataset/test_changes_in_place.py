@@ -240,6 +240,17 @@ def test_what_changes_every_few_epochs_is_cached_anew_each_time(
 
 
 @pytest.mark.parametrize("change", [label, value])
+def test_persistent_workers_of_torchs_loader_see_it_too(change: Any) -> None:
+    plain, held = Held(), Held()
+    arguments: dict[str, Any] = {"batch_size": 5, "num_workers": 2, "persistent_workers": True}
+    expected = passes(DataLoader(plain, **arguments), lambda: change(plain), 4)
+    with recorded(), hotset.cache(held, memory="1MiB") as cached:
+        found = passes(DataLoader(cached, **arguments), lambda: change(held), 4)
+    for one, other in zip(found, expected, strict=True):
+        equal_batches(one, other)
+
+
+@pytest.mark.parametrize("change", [label, value])
 def test_persistent_workers_see_what_they_see_without_a_cache(change: Any) -> None:
     plain, held = Held(), Held()
     arguments: dict[str, Any] = {"batch_size": 5, "num_workers": 2, "persistent_workers": True}
