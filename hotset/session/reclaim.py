@@ -34,13 +34,14 @@ from dataclasses import dataclass
 from hotset._warnings import printable
 from hotset.errors import SegmentError, SessionError
 from hotset.session.quota import Quota
-from hotset.session.runtime_dir import runtime
+from hotset.session.runtime_dir import open_at, runtime
 from hotset.session.session_definition import Session, quota_in
 from hotset.session.session_files import caches_of, id_of, is_there, member_of, remove_cache
+from hotset.store.format import HEADER_BYTES, unpack_header
 from hotset.store.segment import Segment
 from hotset.units import format_bytes
 
-__all__ = ["Dropped", "Room", "pin", "reclaim", "room_of", "sentence_about"]
+__all__ = ["Dropped", "Room", "drop_damaged", "pin", "reclaim", "room_of", "sentence_about"]
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,23 @@ def reclaim(session: Session, needed: int) -> list[Dropped]:
     return dropped
 
 
+def drop_damaged(session: Session) -> list[Dropped]:
+    """Drop the caches that nobody can open and no process uses any more; return them, named by their files.
+
+    Raises:
+        SessionError: the session is gone.
+        FolderError: the runtime folder is not safely this user's own.
+    """
+    dropped: list[Dropped] = []
+    with runtime() as folder, quota_in(folder, session.file) as quota:
+        rows = quota.members()
+        for file in caches_of(session.number, os.listdir(folder)):
+            row = rows.get(member_of(file))
+            if row is not None and _is_damaged(folder, file):
+                dropped += _drop(session, quota, folder, row, member_of(file), file)
+    return dropped
+
+
 def pin(session: Session, which: str | int, pinned: bool = True) -> str:
     """Pin a cache, so that it stays while no process uses it, or unpin it; return its name.
 
@@ -161,6 +179,23 @@ def _drop(
             remove_cache(folder, file, None if session.persist else session.spill)
         quota.leave(row)
     return [Dropped(name, size, max(idle, 0.0))]
+
+
+def _is_damaged(folder: int, file: str) -> bool:
+    """Whether a cache's header is none. A cache that cannot be opened now, for want of memory, is whole."""
+    try:
+        fd = open_at(folder, file)
+    except OSError:
+        return False
+    try:
+        unpack_header(os.pread(fd, HEADER_BYTES, 0), os.fstat(fd).st_size, file)
+    except SegmentError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return False
 
 
 def _name_of(folder: int, file: str) -> str:

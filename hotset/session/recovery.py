@@ -9,7 +9,7 @@ found                                   repair
 a quota that has ended                  its destroying process has died: the session is destroyed
 a session that its server's quota       it was made again after a reboot, and the server has begun since:
 does not name                           the session enters it
-a quota that is damaged                 removed, unless a process still uses it, which goes on
+a quota, or a cache, that is damaged    removed, unless a process still uses it, which goes on
 a cache whose session is gone           removed, at once: it got its name under the lock of a quota
 a list of machines, or counts of their  removed, at once: it was written for a session that was there
 traffic, whose session is gone
@@ -33,6 +33,7 @@ import time
 
 from hotset.errors import SessionError
 from hotset.session import catalog, server_quota
+from hotset.session.reclaim import drop_damaged
 from hotset.session.runtime_dir import open_at, runtime
 from hotset.session.session_definition import Session, quota_in
 from hotset.session.session_files import CACHE, DEFINITION, QUOTA, SHARED, is_there, remove_cache, unlink
@@ -62,6 +63,9 @@ def recover() -> list[str]:
         for session in alive.values():  # its server may have started after it was created again
             server_quota.enter(folder, session.server, session.number)
         sentences += _recover_runtime(folder, alive)
+        for session in alive.values():
+            with contextlib.suppress(SessionError, OSError):  # it is gone by now
+                sentences += [_removed(each.name) for each in drop_damaged(session)]
         for spill in known_folders():
             sentences += _recover_spilled(spill, alive, folder)
     sentences += expire()
@@ -97,7 +101,7 @@ def _recover_runtime(folder: int, alive: dict[int, Session]) -> list[str]:
         cache, quota = CACHE.fullmatch(file), QUOTA.fullmatch(file)
         if quota and int(quota[1]) in damaged - used:
             unlink(folder, file)
-            sentences.append(f"Removed {file}: it is damaged, or of another version, and no process uses it.")
+            sentences.append(_removed(file))
         elif cache and int(cache[1]) not in alive.keys() | used:
             remove_cache(folder, file)
             sentences.append(f"Removed {file}: its session is gone.")
@@ -107,6 +111,10 @@ def _recover_runtime(folder: int, alive: dict[int, Session]) -> list[str]:
             unlink(folder, file)
             sentences.append(f"Removed {file}: the process that was making it has died.")
     return sentences
+
+
+def _removed(file: str) -> str:
+    return f"Removed {file}: it is damaged, or of another version, and no process uses it."
 
 
 def _is_used(folder: int, file: str) -> bool:

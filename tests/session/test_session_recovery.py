@@ -383,6 +383,29 @@ def test_a_damaged_ledger_is_removed_once_nobody_uses_it(how: str, runtime: Path
     assert os.listdir(runtime) == []
 
 
+@pytest.mark.parametrize("how", ["short", "overwritten"])
+def test_a_damaged_cache_of_a_session_is_removed_once_nobody_uses_it(how: str, runtime: Path) -> None:
+    session = sessions.create("a", memory=MIB)
+    cached = hotset.cache(Samples(kilobyte, N), session="a")
+    read_all(cached, kilobyte)
+    (file,) = [name for name in os.listdir(runtime) if name.endswith(".cache")]
+    if how == "short":
+        cached.close()
+    damage(runtime / file, how)
+    if how == "overwritten":
+        assert recovery.gc() == []
+        read_all(cached, kilobyte)
+        cached.close()
+    other = hotset.cache(Samples(kilobyte, N + 1), session="a")
+    told = recovery.gc()
+    assert any(file in sentence and is_a_sentence(sentence) for sentence in told), told
+    left = [name for name in os.listdir(runtime) if name.endswith(".cache")]
+    assert len(left) == 1
+    assert left != [file]
+    other.close()
+    sessions.destroy(session)
+
+
 def test_a_server_begins_beside_its_damaged_ledger(runtime: Path) -> None:
     servers.set_limit(50052, MIB)
     session = sessions.create("a", memory=MIB, server=50052)
