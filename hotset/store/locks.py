@@ -124,8 +124,15 @@ def reopen(fd: int) -> int:
 
 
 def can_reopen() -> bool:
-    """Whether ``/proc`` is mounted: without it no process has its own locks, or reaches another's memory."""
-    return os.path.isdir("/proc/self/fd")
+    """Whether ``/proc`` is mounted: without it no process has its own locks, or reaches another's memory.
+
+    One that shows the processes of another namespace (``unshare --pid`` without ``--mount-proc``) is none:
+    what it has under the number of a process here is somebody else's.
+    """
+    try:
+        return os.readlink("/proc/self") == str(os.getpid())
+    except OSError:
+        return False
 
 
 def try_lock(fd: int, byte: int, shared: bool = False, length: int = 1) -> bool:

@@ -5,6 +5,9 @@ Where it is there, but a process may not look into another's files, workers send
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,7 +61,8 @@ def check(cached, **how):
 TRAINING = (
     WITHOUT_PROC
     + """
-hide_proc()  # in each spawned worker as well
+if "elsewhere" not in sys.argv:
+    hide_proc()  # in each spawned worker as well
 
 if __name__ == "__main__":
     kinds = [
@@ -141,6 +145,17 @@ def test_without_proc_a_program_runs_uncached_with_a_warning(
     arguments: list[str], programs: Programs, runtime: Path, tmp_path: Path
 ) -> None:
     assert run(programs, TRAINING, tmp_path, *arguments) == "trained\n"
+
+
+def test_a_proc_of_another_namespace_is_none(runtime: Path, tmp_path: Path) -> None:
+    inside = ["unshare", "--user", "--map-root-user", "--pid", "--fork"]
+    if shutil.which(inside[0]) is None or subprocess.run([*inside, "true"], capture_output=True).returncode:
+        pytest.skip("this user may not make a namespace of processes")
+    path = tmp_path / "program.py"
+    path.write_text(TRAINING)
+    command = [*inside, sys.executable, str(path), str(tmp_path / "spill"), "elsewhere"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("trained\n", 0), done.stderr
 
 
 def test_a_worker_without_proc_reads_the_source(programs: Programs, runtime: Path, tmp_path: Path) -> None:
