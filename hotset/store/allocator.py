@@ -29,16 +29,7 @@ from typing import NamedTuple, Protocol
 
 from hotset.store import memory_limits
 from hotset.store.claims import Participant
-from hotset.store.format import (
-    LINE,
-    ON_DISK,
-    PRESENT,
-    RECORD_HEADER,
-    ROW_MASK,
-    Live,
-    Slot,
-    split_tail,
-)
+from hotset.store.format import LINE, ON_DISK, PRESENT, RECORD_HEADER, ROW_MASK, Live, Slot, split_tail
 
 __all__ = ["Allocator", "Allowance", "distrust_allocator"]
 
@@ -104,9 +95,7 @@ class _Region(NamedTuple):
 class Allocator:
     """Allocates rows and lines of a segment to this process.
 
-    Args:
-        participant: this process's slot in the segment.
-        free: what a disk has left; None in memory, which the machine and its control groups bound.
+    ``free`` says what a disk has left; None in memory, which the machine and its control groups bound.
 
     Attributes:
         knob: the argument by which the user set the limit.

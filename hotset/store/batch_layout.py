@@ -23,7 +23,7 @@ import torch
 from hotset.store.leaves.array_leaf import ArrayLeaf
 from hotset.store.leaves.codecs import codec_named
 from hotset.store.leaves.python_leaves import NumberLeaf, NumbersLeaf, TextLeaf
-from hotset.store.leaves.schema import Group, Node, Schema
+from hotset.store.leaves.schema import Group, Node, Schema, leaves_of
 
 __all__ = ["BatchTree", "Column", "NotGathered", "torch_dtype"]
 
@@ -122,16 +122,12 @@ class BatchTree:
     def _compile(self, node: Node, places: Iterator[int]) -> Part:
         """Return the function that makes this node's part of a batch; enter its columns.
 
-        Args:
-            node: of the schema's tree.
-            places: of the leaves from this node on, among the schema's.
+        ``places`` gives those of the leaves from this node on, among the schema's.
         """
         if isinstance(node, Group):
             return self._compile_group(node, places)
         place = next(places)
         offset = self._schema.offsets[place]
-        if isinstance(node, NumbersLeaf):
-            return self._compile_numbers(node, offset)
         if isinstance(node, TextLeaf) or (isinstance(node, ArrayLeaf) and node.shape is None):
             number = self._schema.variable.index(place)
             if isinstance(node, ArrayLeaf) and not (self._variable and node.is_plain):
@@ -148,17 +144,14 @@ class BatchTree:
         elif isinstance(node, NumberLeaf):
             dtype = _DTYPES.get(node.kind) or torch_dtype(node.kind)
             column = Column(offset, node.fixed_bytes, dtype, (), None)
+        elif isinstance(node, NumbersLeaf):
+            if node.length is None:
+                raise NotGathered("the lengths of its lists vary")
+            # Collating makes a list of a tensor for each position.
+            dtype, shape = _DTYPES[node.kind], (node.length,)
+            column = Column(offset, node.fixed_bytes or 0, dtype, shape, None, numbers=True)
         else:
             raise NotGathered(f"it holds {type(node).__name__}")
-        number = len(self.columns)
-        self.columns.append(column)
-        return lambda columns, variables: columns[number]
-
-    def _compile_numbers(self, node: NumbersLeaf, offset: int) -> Part:
-        """Collating makes a list of a tensor for each position."""
-        if node.length is None:
-            raise NotGathered("the lengths of its lists vary")
-        column = Column(offset, node.fixed_bytes or 0, _DTYPES[node.kind], (node.length,), None, numbers=True)
         number = len(self.columns)
         self.columns.append(column)
         return lambda columns, variables: columns[number]
@@ -197,7 +190,7 @@ class BatchTree:
     def _compile_if_gathered(self, node: Node, places: Iterator[int]) -> Part | None:
         """As :meth:`_compile`; None if it is not gathered, with its leaves passed over."""
         before = len(self.columns)
-        own = [next(places) for _ in range(_count_leaves(node))]
+        own = [next(places) for _ in leaves_of(node)]
         try:
             return self._compile(node, iter(own))
         except NotGathered:
@@ -207,10 +200,6 @@ class BatchTree:
 
 def _as_tuple(part: Part) -> Part:
     return lambda columns, variables: tuple(part(columns, variables))
-
-
-def _count_leaves(node: Node) -> int:
-    return sum(_count_leaves(child) for child in node.children) if isinstance(node, Group) else 1
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -69,6 +69,7 @@ class Participant:
     Attributes:
         segment: the segment that it belongs to.
         inherits: whether extents that a slot's last holder left are taken over with the slot.
+        thread_lock: excludes other threads of this process, for what only this process writes.
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -77,14 +78,14 @@ class Participant:
         self.inherits = segment.trusted
         self._locks = locks.FileLock(lambda: segment.fd, self._after_fork_in_child)
         self._slot = -1
-        self._thread_lock = threading.RLock()
+        self.thread_lock: contextlib.AbstractContextManager[object] = threading.RLock()
         self._give_up_until = 0.0
 
     @property
     def slot(self) -> int:
         """Number of this process's slot, taken at first use; -1 when all 1,024 are held."""
         if self._slot < 0:
-            with self._thread_lock:
+            with self.thread_lock:
                 if self._slot < 0:
                     self._slot = self._take_slot()
         return self._slot
@@ -93,7 +94,8 @@ class Participant:
     def row(self) -> Words:
         """This process's slot in shared memory: extents and counters, which no other process writes."""
         slot = self.slot
-        return self.segment.slots[slot] if slot >= 0 else _no_slot()
+        # Where all are held, what is counted goes nowhere.
+        return self.segment.slots[slot] if slot >= 0 else np.zeros(SLOT_WORDS, np.int64)
 
     def _take_slot(self) -> int:
         try:
@@ -138,11 +140,6 @@ class Participant:
         except OSError:  # no descriptor left, or detached
             return contextlib.nullcontext(False)
 
-    @property
-    def thread_lock(self) -> contextlib.AbstractContextManager[object]:
-        """A lock that excludes other threads of this process, for what only this process writes."""
-        return self._thread_lock
-
     def is_alive(self, slot: int) -> bool:
         """Whether a process holds ``slot`` at this moment."""
         return slot == self._slot or locks.is_locked(self._locks.process().value, 1 + slot)
@@ -169,7 +166,7 @@ class Participant:
 
     def _after_fork_in_child(self) -> None:
         self._slot = -1
-        self._thread_lock = threading.RLock()
+        self.thread_lock = threading.RLock()
 
 
 class _ShortLock(locks.Held):
@@ -186,11 +183,6 @@ class _ShortLock(locks.Held):
         if not held:
             participant._give_up_until = time.monotonic() + _AFTER_TIMEOUT_SECONDS
         return held
-
-
-def _no_slot() -> Words:
-    """A row for counters when every slot is held; it is discarded."""
-    return np.zeros(SLOT_WORDS, np.int64)
 
 
 class Index:

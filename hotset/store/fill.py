@@ -74,7 +74,6 @@ class DrawWatch(Protocol):
 
     def begin(self) -> None:
         """Start watching: draws from now on count."""
-        ...
 
     def drew(self, read: object = None, read_again: Callable[[], object] | None = None) -> bool:
         """Whether reading has drawn since :meth:`begin`; puts all generators back.
@@ -82,7 +81,6 @@ class DrawWatch(Protocol):
         ``read_again`` repeats the reading of what was ``read``, which tells its draws from those of another
         thread.
         """
-        ...
 
 
 class NoDrawWatch:
@@ -97,13 +95,6 @@ class NoDrawWatch:
 
 class Filler:
     """Fills one store on behalf of this process.
-
-    Args:
-        participant: this process's slot in the segment.
-        index: which index word is whose.
-        allocator: of rows and lines in memory.
-        schema: of the samples.
-        spill: the second tier, for records that memory has no room for; None if there is none.
 
     Attributes:
         watch: detects samples that draw random numbers.

@@ -65,7 +65,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from typing import TypeVar
 
@@ -296,17 +296,8 @@ class Geometry:
 
 def pack_header(geometry: Geometry, nonce: bytes) -> bytes:
     """Return the header's fixed part, ready to be written at offset 0."""
-    fixed = _HEADER.pack(
-        MAGIC,
-        VERSION,
-        _KEYED if geometry.keyed else 0,
-        geometry.samples,
-        geometry.stride,
-        geometry.rows,
-        geometry.lines,
-        geometry.metadata,
-        nonce,
-    )
+    *sizes, keyed = astuple(geometry)
+    fixed = _HEADER.pack(MAGIC, VERSION, _KEYED if keyed else 0, *sizes, nonce)
     return fixed + _CRC.pack(zlib.crc32(fixed))
 
 
@@ -377,13 +368,12 @@ def checksum(sample: int, length: int, stamp: int, row: memoryview, tail: memory
 class Checksum:
     """As :func:`checksum`, of a record whose tail comes in spans.
 
-    Args:
-        sample, length, stamp, row: as there.
-        tail_bytes: how many bytes the tail has.
+    Attributes:
+        value: the checksum, once the whole tail was added.
     """
 
     def __init__(self, sample: int, length: int, stamp: int, row: memoryview, tail_bytes: int) -> None:
-        self._crc = checksum(sample, length, stamp, row, None)
+        self.value = checksum(sample, length, stamp, row, None)
         whole = tail_bytes // PAGE * PAGE
         self._whole = whole if whole > PAGE else 0  # bytes that are summed up, not yet added
         self._sums: npt.NDArray[np.uint64] | None = np.zeros(PAGE // 8, np.uint64) if self._whole else None
@@ -397,14 +387,9 @@ class Checksum:
             self._whole -= summed
         if not self._whole:
             if self._sums is not None:
-                self._crc = zlib.crc32(self._sums.data, self._crc)
+                self.value = zlib.crc32(self._sums.data, self.value)
                 self._sums = None
-            self._crc = zlib.crc32(span[summed:], self._crc)
-
-    @property
-    def value(self) -> int:
-        """The checksum, once the whole tail was added."""
-        return self._crc
+            self.value = zlib.crc32(span[summed:], self.value)
 
 
 def checksums(

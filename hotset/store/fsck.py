@@ -56,14 +56,7 @@ def _part(segment: Segment, offset: int, length: int) -> memoryview | None:
 
 
 def content_problem(sample: int, word: int, row: memoryview, tail: memoryview | None) -> str | None:
-    """What is wrong with a record, wherever a copy of it lies; None if it is sound.
-
-    Args:
-        sample: whose record it should be.
-        word: its index word.
-        row: its row.
-        tail: the lines of its tail; None if it has none.
-    """
+    """What is wrong with a record, of which these are copies of row and tail; None if it is sound."""
     stamp = word >> fmt.GENERATION_SHIFT & fmt.STAMP_MASK
     length, written, crc = RECORD.unpack_from(row)
     tail_bytes = length - (len(row) - RECORD_HEADER)

@@ -137,14 +137,8 @@ class Copy:
     """A batch that was looked up and is ready to be copied: what to select, and where it goes.
 
     :meth:`run` holds the interpreter for a few microseconds only, so that a thread can run one copy after
-    the other while the consumer's thread prepares and finishes them.
-
-    Args:
-        store: where the records are.
-        count: how many samples the batch has.
-        found: where their records lie.
-        block: memory for the batch.
-        columns_bytes: how much of that its columns take; the lines of all tails come behind them.
+    the other while the consumer's thread prepares and finishes them. In the batch's memory, ``block``, the
+    lines of all tails come behind the columns.
 
     Attributes:
         columns: of the batch: the memory of each, and its offset in the block.
@@ -216,9 +210,6 @@ class Gather:
         variable: makes of a variable array's ragged batch what the collate function makes of its samples;
             None: such arrays are not gathered.
 
-    Attributes:
-        store: the store.
-
     Raises:
         NotGathered: the batches of this schema are not columns.
     """
@@ -240,7 +231,7 @@ class Gather:
         """Look up a batch and say what has to be copied where.
 
         Args:
-            ids: sample ids.
+            ids: of the samples.
             memory: returns memory for that many bytes, or None if there is not enough.
             received: records that the store lacks; the caller leaves them as they are until the copy was run.
 

@@ -98,9 +98,7 @@ def stamp(flattened: Flattened, generation: int) -> int:
 def prepare(schema: Schema, sample: object) -> Flattened:
     """Flatten a sample, by the common schema or else in a form of its own.
 
-    Args:
-        schema: the common one.
-        sample: anything; or an :class:`OwnForm` from a cache of this very schema, which stays as it is.
+    An :class:`OwnForm` from a cache of this very schema stays as it is.
 
     Raises:
         SchemaMismatch: it holds something that cannot be cached, or more than 2 GiB; says what and where.
@@ -116,12 +114,9 @@ def prepare(schema: Schema, sample: object) -> Flattened:
 def prepare_all(
     schema: Schema, samples: Mapping[int, object], refused: Callable[[int, SchemaMismatch], None]
 ) -> list[tuple[int, Flattened]]:
-    """Flatten several samples, most of which have the common form: much faster than one by one.
+    """Flatten several samples, by sample id, most of which have the common form: much faster than one by one.
 
-    Args:
-        schema: the common one.
-        samples: by sample id.
-        refused: is called with each that cannot be cached, and why.
+    ``refused`` is called with each that cannot be cached, and why.
     """
     if len(samples) > 1:
         with contextlib.suppress(SchemaMismatch):

@@ -96,11 +96,7 @@ WRONG = 4  # a result was computed anew and differed: none is served
 
 
 class KeyTable:
-    """The keys of one keyed segment, as this process sees them.
-
-    Args:
-        participant: this process's place in the segment.
-    """
+    """The keys of one keyed segment, as this process sees them."""
 
     def __init__(self, participant: Participant) -> None:
         self._participant = participant
@@ -139,11 +135,11 @@ class KeyTable:
         return -1
 
     def add(self, key: bytes, function: int, new: Callable[[int], object] | None = None) -> int:
-        """The sample id of a key, given to it now if it has none; -1 without room, or without the lock.
+        """The sample id of a key of 16 bytes, given to it now if it has none; -1 without room or the lock.
 
         Args:
-            key: 16 bytes.
-            function: whose result it is.
+            key: names a result of the function.
+            function: its number.
             new: is called with the id, still under the lock, if the key had none.
         """
         with self._participant.short_lock() as held:
@@ -245,10 +241,7 @@ class KeyTable:
     def enter(self, name: str, digest: bytes, flags: int) -> int:
         """The number of a function, entered now if it is new; -1 if there are too many, or without the lock.
 
-        Args:
-            name: module and name.
-            digest: 16 bytes: what it is made of.
-            flags: are added to those that it has.
+        The flags are added to those that it has. See :class:`Function`.
         """
         with self._participant.short_lock() as held:
             if not held:

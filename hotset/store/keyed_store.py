@@ -67,12 +67,9 @@ class KeyedIndex(Index):
             (geometry.rows,), np.uint32, segment.buffer, at, (geometry.stride,)
         )
         before = stamps[ids].astype(np.int64) & fmt.GENERATION_MASK
-        return np.maximum((np.maximum(before, _cleared(segment)) + 1) & fmt.GENERATION_MASK, 1)
-
-
-def _cleared(segment: Segment) -> int:
-    """The clear generation: after a clear, rows begin at zero again."""
-    return int(segment.live[Live.CLEAR_GENERATION])
+        # As fmt.next_generation, of many records.
+        before = np.maximum(before, int(segment.live[Live.CLEAR_GENERATION]))
+        return np.maximum((before + 1) & fmt.GENERATION_MASK, 1)
 
 
 class KeyedAllocator(FixedRowAllocator):
@@ -117,9 +114,7 @@ class KeyedAllocator(FixedRowAllocator):
     def _give_up(self, needed: int, high: int) -> tuple[int, int]:
         """Forget the records in the best run of so many lines; its first line and length, 0 if there is none.
 
-        Args:
-            needed: lines.
-            high: the line after the last that may be used.
+        ``high`` is the line after the last that may be used.
         """
         firsts, ends, ages, samples = self._runs()
         # A run may begin where a record ends, and ends where a later record begins, or at the highest line.
@@ -215,22 +210,12 @@ class KeyedStore(Store):
     def make(
         cls, limit: int, *, about: dict[str, Any], path: str | None = None, spill: SpillTo | None = None
     ) -> KeyedStore:
-        """Make an empty one.
-
-        Args:
-            limit: bytes that records may take.
-            about: what the metadata says: JSON's types only.
-            path: a new file; a memfd if None.
-            spill: where records go that memory has no room for; None: nowhere.
-
-        Raises:
-            OSError: a file cannot be made, or its index alone takes more memory than there is.
-        """
+        """Make an empty one: see :meth:`Store.create`."""
         keys = min(max(limit // _BYTES_A_KEY, _FEWEST), _MOST)
         return cls.create(_no_schema(), keys, limit, about=about, path=path, spill=spill)
 
     @staticmethod
-    def _address_space(schema: Schema, samples: int, limit: int, about: dict[str, Any]) -> tuple[int, int]:
+    def _address_space(schema: Schema, samples: int, limit: int) -> tuple[int, int]:
         # The limit may be raised later.
         return samples, max(limit, memory_limits.total()) // LINE
 
@@ -239,10 +224,7 @@ class KeyedStore(Store):
     def get(self, sample: int, version: int, *, view: bool = False) -> Any:
         """A copy of a sample's value; ``MISSING`` if it is not here, or of another version.
 
-        Args:
-            sample: its id.
-            version: which is wanted.
-            view: arrays may be read-only views of the store's memory, which stay valid.
+        With ``view``, arrays may be read-only views of the store's memory, which stay valid.
         """
         clear_generation, word = self._marks[Live.CLEAR_GENERATION], self._words[sample]
         if word < PRESENT or clear_generation & 1 or self._marks[Live.INVALIDATED]:
@@ -318,10 +300,7 @@ class KeyedStore(Store):
     def claim_new(self, key: bytes, function: int, may: Callable[[int], bool]) -> tuple[int, bool]:
         """Give a key a sample id, and claim it if the key is new: its id, and whether it is claimed.
 
-        Args:
-            key: 16 bytes.
-            function: whose result it is.
-            may: says, given the id, whether this thread may claim it.
+        ``may`` says, given the id, whether this thread may claim it.
         """
         claimed = []
 
@@ -352,11 +331,7 @@ class KeyedStore(Store):
     def put(self, sample: int, version: int, function: int, value: Any) -> bool:
         """Store the value of a claimed sample; False if there is no room: the claim is given back then.
 
-        Args:
-            sample: its id.
-            version: of what the value was made from.
-            function: whose result it is.
-            value: the value, or an :class:`~hotset.store.body_writer.Unfilled` one.
+        The value may be an :class:`~hotset.store.body_writer.Unfilled` one.
 
         Raises:
             SchemaMismatch: it cannot be stored; says why. The claim stays.

@@ -11,15 +11,7 @@ import numpy.typing as npt
 
 from hotset.store import irregular_records as forms
 from hotset.store.claims import Ids
-from hotset.store.format import (
-    LINE,
-    OWN_STAMP,
-    RECORD_HEADER,
-    TAIL,
-    checksum,
-    checksums,
-    split_tail,
-)
+from hotset.store.format import LINE, OWN_STAMP, RECORD_HEADER, TAIL, checksum, checksums, split_tail
 from hotset.store.leaves.schema import Schema
 from hotset.store.segment import Words
 
@@ -145,9 +137,7 @@ class RecordBatch(NamedTuple):
     def read(self, schema: Schema, *, decode: bool = True) -> list[Any]:
         """Build the samples, in the block, or in a new one if there is none.
 
-        Args:
-            schema: of the store.
-            decode: see :func:`hotset.store.irregular_records.read`.
+        Without ``decode``, some stay as :func:`hotset.store.irregular_records.read` says.
 
         Raises:
             SegmentError: a sample's own form cannot be read here.
@@ -219,12 +209,7 @@ class VariableTails:
 
 
 def heads_of(rows: npt.NDArray[np.uint8], head: np.dtype[np.void]) -> npt.NDArray[np.void]:
-    """The heads of rows that lie side by side.
-
-    Args:
-        rows: of shape (records, stride).
-        head: :attr:`Schema.head`.
-    """
+    """The heads, of the dtype :attr:`Schema.head`, of rows that lie side by side."""
     width = rows[:, RECORD_HEADER : RECORD_HEADER + head.itemsize]
     heads: npt.NDArray[np.void] = np.ascontiguousarray(width).view(head)[:, 0]
     return heads

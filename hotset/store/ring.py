@@ -46,7 +46,7 @@ One search serves as many records as fit into the extent.
 from __future__ import annotations
 
 import bisect
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -78,6 +78,8 @@ Mask = npt.NDArray[np.bool_]
 _LARGEST_EXTENT = (4 << 20) // LINE
 _SHARES = 256
 _CLEAR_SECONDS = 1.0  # other processes wait meanwhile
+# Where a window's position is, in the order of WindowState.
+_WORDS = (Live.WINDOW_LOADS, Live.WINDOW_EPOCH, Live.WINDOW_CURSOR, Live.WINDOW_BEHIND, Live.WINDOW_LATE)
 
 
 class RingIndex(Index):
@@ -242,7 +244,7 @@ class Ring(Store):
     _is_ring = True
 
     @staticmethod
-    def _address_space(schema: Schema, samples: int, limit: int, about: dict[str, Any]) -> tuple[int, int]:
+    def _address_space(schema: Schema, samples: int, limit: int) -> tuple[int, int]:
         # Rows come first, so that rows and lines together never pass the limit.
         rows = min(samples, limit // schema.stride)
         return rows, max((limit - rows * schema.stride) // LINE, 1)
@@ -308,26 +310,17 @@ class WindowState(NamedTuple):
     @classmethod
     def of(cls, ring: Ring) -> WindowState:
         """The position of a ring's window."""
-        live = ring.segment.live
-        words = (
-            Live.WINDOW_LOADS,
-            Live.WINDOW_EPOCH,
-            Live.WINDOW_CURSOR,
-            Live.WINDOW_BEHIND,
-            Live.WINDOW_LATE,
-        )
-        return cls(*(int(live[word]) for word in words))
+        return cls(*(int(ring.segment.live[word]) for word in _WORDS))
 
     def put(self, ring: Ring) -> None:
         """Store this position in a ring; the caller holds the short lock."""
         live = ring.segment.live
         # The cursor before the epoch: a process that sees the new epoch must see its cursor.
-        live[Live.WINDOW_CURSOR], live[Live.WINDOW_BEHIND], live[Live.WINDOW_LATE] = (
-            self.cursor,
-            self.behind,
-            self.late,
-        )
-        live[Live.WINDOW_LOADS], live[Live.WINDOW_EPOCH] = self.loads, self.epoch
+        live[Live.WINDOW_CURSOR] = self.cursor
+        live[Live.WINDOW_BEHIND] = self.behind
+        live[Live.WINDOW_LATE] = self.late
+        live[Live.WINDOW_LOADS] = self.loads
+        live[Live.WINDOW_EPOCH] = self.epoch
 
     def put_back(self, ring: Ring) -> None:
         """Move a ring's window to this position, even if that is back."""

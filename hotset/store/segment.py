@@ -203,9 +203,7 @@ class Segment:
 
     @property
     def used_index(self) -> Words:
-        """The index words that may name anything: all, or of a stream those up to the last sample id in
-        use.
-        """
+        """The index words that may name anything: all, or of a stream those whose sample ids are in use."""
         count = int(self.live[Live.STREAM_IDS])
         return self.index[:count] if count else self.index
 

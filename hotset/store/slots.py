@@ -181,11 +181,6 @@ class Slots:
         It is not set if it is set already (without ``overwrite``), if another living process is setting it
         (with ``overwrite``, this one waits for a bounded time), or if there is no room. An old record whose
         replacement has no room is forgotten: it is out of date.
-
-        Args:
-            sample: its number.
-            prepared: by this store's schema.
-            overwrite: whether a record that is there may be replaced.
         """
         if self.store.clear_generation() is None:
             self.store.clear()  # finish the clear of a process that died during it
@@ -206,7 +201,10 @@ class Slots:
                 word = self._write(sample, prepared, run)
                 self._index[sample] = word
                 published = word
-                self._count(prepared, before)
+                counters = self.store.participant.row
+                counters[Slot.STORED] += 1
+                if before < PRESENT:
+                    counters[Slot.STORED_BYTES] += self.store.schema.stride + prepared.tail_lines * fmt.LINE
         except OSError as error:
             self.store.allocator.refuse(
                 f"its memory cannot be written ({error.strerror or error}); free some"
@@ -244,13 +242,12 @@ class Slots:
         # before it.
         generation = fmt.next_generation(self._generation(sample), int(segment.live[Live.CLEAR_GENERATION]))
         size = stride + prepared.tail_lines * fmt.LINE
-        with self.store.participant.thread_lock:
-            buffer = self._scratch_of(size)
-            lay_out(schema, buffer, 0, stride, prepared, sample, generation, run.first)
-            _LINES.pack_into(buffer, RECORD.size - 4, run.lines)
-            segment.write(buffer[:stride], geometry.rows_at + sample * stride)
-            if size > stride:
-                segment.write(buffer[stride:size], geometry.lines_at + run.first * fmt.LINE)
+        buffer = self._scratch_of(size)
+        lay_out(schema, buffer, 0, stride, prepared, sample, generation, run.first)
+        _LINES.pack_into(buffer, RECORD.size - 4, run.lines)
+        segment.write(buffer[:stride], geometry.rows_at + sample * stride)
+        if size > stride:
+            segment.write(buffer[stride:size], geometry.lines_at + run.first * fmt.LINE)
         return PRESENT | generation << fmt.GENERATION_SHIFT | sample
 
     def _scratch_of(self, size: int) -> memoryview:
@@ -262,12 +259,6 @@ class Slots:
         if self.store.schema.has_tail:
             self._scratch[: self.store.schema.stride] = 0
         return self._scratch.data
-
-    def _count(self, prepared: Prepared, before: int) -> None:
-        counters = self.store.participant.row
-        counters[Slot.STORED] += 1
-        if before < PRESENT:
-            counters[Slot.STORED_BYTES] += self.store.schema.stride + prepared.tail_lines * fmt.LINE
 
     def close(self) -> None:
         """Detach. What was read stays valid: it is not part of the segment."""

@@ -80,12 +80,9 @@ def _margin(size: int) -> int:
 
 
 class Spill:
-    """The segment on the disk, as this process sees it.
+    """The segment on the disk, of the same samples and schema as the store's, as this process sees it.
 
-    Args:
-        segment: of the same samples and schema as the store's.
-        schema: of the samples.
-        keeps_all: whether it also gets the records that memory has room for.
+    ``keeps_all`` says whether it also gets the records that memory has room for.
     """
 
     def __init__(self, segment: Segment, schema: Schema, *, keeps_all: bool) -> None:
@@ -250,8 +247,7 @@ class StagedBatch:
     def load(self, head: np.dtype[np.void] | None) -> bool:
         """Copy the records; False if one is damaged or cannot be read.
 
-        Args:
-            head: :attr:`Schema.head`, which says where a row's tail is; None without tails.
+        ``head`` is :attr:`Schema.head`, which says where a row's tail is; None without tails.
         """
         self.is_loaded = True
         rows = self.records.rows
@@ -355,12 +351,7 @@ class SpillTo:
 
 
 def attach_spill(where: str | Address, segment: Segment, schema: Schema) -> Spill | None:
-    """Attach to the second tier of a store; None if it has none.
-
-    Args:
-        where: the first tier's place. A process that has it open has the second one open as well.
-        segment: the first tier.
-        schema: of the samples.
+    """Attach to the second tier of a store; None if it has none. Its first tier, the segment, lies ``where``.
 
     Raises:
         SegmentError: it is gone, or damaged.

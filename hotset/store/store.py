@@ -154,7 +154,7 @@ class Store:
         Raises:
             OSError: a file cannot be made, or its index alone takes more memory than there is.
         """
-        rows, lines = cls._address_space(schema, samples, limit, about)
+        rows, lines = cls._address_space(schema, samples, limit)
         about = {**about, "schema": schema.to_json(), **({"ring": True} if cls._is_ring else {})}
         # The second tier first, as the metadata of the first name it.
         second = spill.create(schema, samples, about) if spill is not None else None
@@ -173,7 +173,7 @@ class Store:
         return store
 
     @staticmethod
-    def _address_space(schema: Schema, samples: int, limit: int, about: dict[str, Any]) -> tuple[int, int]:
+    def _address_space(schema: Schema, samples: int, limit: int) -> tuple[int, int]:
         """How many rows and lines there may ever be."""
         # A row for every sample that the limit has room for, and some for what killed processes lose.
         rows = min(samples, limit // schema.stride) + fmt.SLOTS
@@ -485,13 +485,10 @@ class Store:
         """Note that reading these samples failed. Only a ring uses this: its window passes over them."""
 
     def unchanged(self, words: Words, clear_generation: int) -> bool:
-        """Whether the records that these words name have stayed the same since the words were loaded.
+        """Whether the records that these words, of present samples, name have stayed the same.
 
-        Called after the records were copied. In a store that is not a ring, only a clear changes records.
-
-        Args:
-            words: of present samples.
-            clear_generation: from before the words were loaded.
+        Called after the records were copied. The clear generation is from before the words were loaded: in a
+        store that is not a ring, only a clear changes records.
         """
         return self.clear_generation() == clear_generation
 
@@ -543,11 +540,7 @@ class Store:
         return [*problems, *check_segment(second), *check_tiers(self.segment, second)]
 
     def clear(self, timeout: float = 5.0) -> bool:
-        """Forget every sample, in all processes; False if some process did not finish writing in time.
-
-        Args:
-            timeout: seconds.
-        """
+        """Forget every sample, in all processes; False if some process did not finish writing in time."""
         deadline = time.monotonic() + timeout
         while True:
             with self.participant.short_lock() as held:

@@ -51,11 +51,7 @@ _MOST_WORKERS = (1 << _WORKERS) - 1
 
 
 class StreamParts:
-    """The parts of the stream that a store records, as this process sees them.
-
-    Args:
-        store: the store; also an attribute.
-    """
+    """The parts of the stream that a store records, as this process sees them."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -128,12 +124,7 @@ class StreamParts:
     # ---- recording -----------------------------------------------------------------------------------
 
     def divide(self, ranks: int, workers: int) -> bool:
-        """Divide the samples among so many parts; False if the division is another one, or not possible.
-
-        Args:
-            ranks: that run the stream.
-            workers: of each rank.
-        """
+        """Divide the samples among the workers of each rank; False if that cannot be or is done otherwise."""
         word = ranks << _WORKERS | workers
         if not 0 < ranks * workers <= SLOTS:
             return False
@@ -161,11 +152,8 @@ class StreamParts:
         """Become the process that records this part, in this pass; False if another program records it.
 
         A pass of the same program gives way: it may be one that was broken off, and whose workers are still
-        there because a traceback refers to it.
-
-        Args:
-            part, number: of the part, and of the pass.
-            generation: the clear generation in which the part has this number; False in any other.
+        there because a traceback refers to it. ``number`` is the pass's. In another clear generation than
+        this, the part is another one: then False.
         """
         claims, row = self.store.filler.claims, self._rows[part]
         mine = claims.word
@@ -256,8 +244,7 @@ class StreamParts:
     def note_other(self, generation: int) -> None:
         """Note that a pass gave other samples than were recorded: nothing recorded is used any more.
 
-        Args:
-            generation: the clear generation in which they were recorded; nothing is noted in any other.
+        Nothing is noted in another clear generation than that in which they were recorded.
         """
         with self.store.participant.short_lock():
             if self.store.clear_generation() == generation:

@@ -44,10 +44,6 @@ FULL_CHECK = platform.machine() not in ("x86_64", "AMD64")
 class Verification:
     """Verifies one store's records, and remembers which this process has verified.
 
-    Args:
-        participant: this process's slot in the segment.
-        spill: the second tier; None if there is none.
-
     Attributes:
         verified: the index word under which each sample was found sound; None if none needs verifying.
     """
@@ -96,10 +92,7 @@ class Verification:
     def forget_damaged(self, sample: int, word: int, why: str) -> None:
         """Forget a record that is damaged, so that it is read from the source and stored again.
 
-        Args:
-            sample: the place of its index word.
-            word: which it has, if it was not cleared meanwhile.
-            why: what is wrong with it.
+        ``sample`` is the place of its index word, which is ``word`` unless it was cleared meanwhile.
         """
         if not self._forget(sample, word):
             return

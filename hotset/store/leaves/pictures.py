@@ -137,11 +137,8 @@ def _fresh(value: Any) -> Any:
 def image_file(name: str) -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
     """Return how a class of Pillow's that reads files is flattened and built again; None if it is not one.
 
-    What comes back is of that class, as after pickling: the picture without the file. Numbers and texts that
-    it keeps as attributes are there as well.
-
-    Args:
-        name: ``module:qualname`` of the class, such as ``PIL.JpegImagePlugin:JpegImageFile``.
+    The name is such as ``PIL.JpegImagePlugin:JpegImageFile``. What comes back is of that class, as after
+    pickling: the picture without the file. Numbers and texts that it keeps as attributes are there as well.
     """
     if not _IMAGE_FILE.fullmatch(name):
         return None

@@ -163,12 +163,7 @@ class NumbersLeaf(Leaf):
         return self if len(value) == self.length else other  # type: ignore[arg-type]
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "leaf": "numbers",
-            "container": self.container,
-            "kind": self.kind,
-            "length": self.length,
-        }
+        return {"leaf": "numbers", "container": self.container, "kind": self.kind, "length": self.length}
 
 
 @dataclass(frozen=True)

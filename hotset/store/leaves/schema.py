@@ -45,6 +45,7 @@ __all__ = [
     "Prepared",
     "Schema",
     "infer",
+    "leaves_of",
     "to_json",
     "variable_bytes",
     "varied",
@@ -217,14 +218,9 @@ class Schema:
                 leaf.put_all(buffer, row_at + self.offsets[place], self.stride, values)
 
     def write(self, buffer: Any, row_at: int, prepared: Prepared, line: int = 0, tail_at: int = 0) -> None:
-        """Write a sample's row, from the end of the record header on, and its tail.
+        """Write a sample's row, from the end of the record header on, and its tail, at these offsets.
 
-        Args:
-            buffer: the segment's mapping.
-            row_at: offset of the row.
-            prepared: the sample.
-            line: number of the tail's first line (ignored without a tail).
-            tail_at: offset of that line.
+        ``line`` is the number of the tail's first line; it is ignored without a tail.
         """
         self.write_row(buffer, row_at, prepared, line)
         for place, dims in zip(self.variable, prepared.dims, strict=True):
@@ -283,12 +279,7 @@ class Schema:
         return build(self.tree, iter(found), len(tails))
 
     def outgrown(self, heads: npt.NDArray[np.void], lines: npt.NDArray[Any]) -> npt.NDArray[np.bool_] | None:
-        """Which records have leaves that, by their dimensions, end beyond their tails; None if none do.
-
-        Args:
-            heads: of records of this form.
-            lines: of their tails.
-        """
+        """Which records have leaves that, by their heads, end beyond their tails; None if none have."""
         end: Any = 0
         for place in self.variable:
             leaf = self.leaves[place]
@@ -355,6 +346,7 @@ Node = Group | Leaf
 
 
 def leaves_of(node: Node) -> Iterator[Leaf]:
+    """The leaves from this node on, in the tree's order."""
     if isinstance(node, Group):
         for child in node.children:
             yield from leaves_of(child)

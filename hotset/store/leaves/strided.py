@@ -23,10 +23,7 @@ _LARGEST_GAPS = 8  # how many times the elements' bytes a layout may take
 
 
 class Strided:
-    """An array as it lies: what is stored in its place.
-
-    Args:
-        array: a numpy array or a tensor.
+    """A numpy array or a tensor as it lies: what is stored in its place.
 
     Raises:
         SchemaMismatch: several of its elements share memory, or it is a few elements of something huge.
