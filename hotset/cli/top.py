@@ -39,12 +39,8 @@ def top(port: int, interval: float, once: bool) -> None:
     """Show the sessions of a server and their caches, and those of jobs without a session, until Ctrl-C.
 
     Without a terminal it prints one frame. If the server ends, it shows that, and waits for the next server.
-    Where no server runs, it shows the jobs.
-
-    Args:
-        port: the server's.
-        interval: seconds between two frames.
-        once: print one frame and return.
+    Where no server runs, it shows the jobs. A frame is shown for ``interval`` seconds; with ``once``, one is
+    printed.
 
     Raises:
         ServerError: no server answers on that port at the start, and no job has a cache.

@@ -38,12 +38,7 @@ class StepInput(NamedTuple):
 
 
 class BatchCycle:
-    """Batches without end.
-
-    Args:
-        queue: where they come from.
-        own: whether this object made the queue, and closes it.
-    """
+    """Batches of a queue without end; ``own`` says whether this object closes the queue."""
 
     def __init__(self, queue: DeviceQueue[Any], own: bool = True) -> None:
         self.queue = queue

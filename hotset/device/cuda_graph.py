@@ -29,7 +29,7 @@ import gc
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ from hotset._warnings import warn
 from hotset.device.optimizer_state import Gradients, HostState, Rehearsal
 from hotset.device.trees import Signature, difference, map_tensors, others, signature_of, tensors_of
 
-__all__ = ["CudaGraphs", "Graphs", "NotCaptured", "Step", "graphs_on"]
+__all__ = ["CudaGraphs", "NotCaptured", "Step", "graphs_on"]
 
 # DistributedDataParallel rebuilds its buckets and counts on eleven eager steps before a capture.
 _WARM_UP, _WARM_UP_RANKS = 3, 11
@@ -53,31 +53,8 @@ class NotCaptured(Exception):
     """The step cannot be captured; the message says why."""
 
 
-class Graphs(Protocol):
-    """Captures and replays steps: CUDA's graphs, or a stand-in for tests."""
-
-    def side(self) -> contextlib.AbstractContextManager[None]:
-        """Run eager steps on the capture's stream."""
-
-    def waits(self) -> contextlib.AbstractContextManager[list[str]]:
-        """Run an eager step; at the end the list holds the places in the code that waited for the device."""
-
-    def pool(self) -> Any:
-        """Memory for captures whose replays never run at the same time. It lasts while one of them does."""
-
-    def capture(self, fn: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
-        """Capture what ``fn`` does; returns a function that replays it, and the (static) result.
-
-        Raises:
-            RuntimeError: it cannot be captured.
-        """
-
-    def lowest(self, vote: int, groups: list[Any]) -> int:
-        """The lowest vote of all ranks of these process groups."""
-
-
 class CudaGraphs:
-    """CUDA's graphs on one device.
+    """Captures and replays steps on one GPU.
 
     A capture that fails leaves torch half in it: the allocator goes on giving memory of the graph's pool,
     and never takes it back; the generator is in capture mode, so that dropout raises. So the pool is ours, to
@@ -97,6 +74,7 @@ class CudaGraphs:
 
     @contextlib.contextmanager
     def side(self) -> Iterator[None]:
+        """Run eager steps on the capture's stream."""
         outer = self._api.current_stream(self._device)
         self._stream.wait_stream(outer)
         try:
@@ -107,6 +85,7 @@ class CudaGraphs:
 
     @contextlib.contextmanager
     def waits(self) -> Iterator[list[str]]:
+        """Run an eager step; at the end the list holds the places in the code that waited for the device."""
         places: list[str] = []
         other: list[Any] = []
         consumer = threading.get_ident()
@@ -133,12 +112,18 @@ class CudaGraphs:
                 warnings.warn_explicit(*one)
 
     def pool(self) -> Any:
+        """Memory for captures whose replays never run at the same time. It lasts while one of them does."""
         # In a capture the allocator frees nothing of what it keeps for others.
         self._api.synchronize(self._device)
         self._api.empty_cache()
         return self._api.graph_pool_handle()
 
     def capture(self, fn: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
+        """Capture what ``fn`` does; returns a function that replays it, and the (static) result.
+
+        Raises:
+            RuntimeError: it cannot be captured.
+        """
         graph = self._api.CUDAGraph()
         failed: BaseException | None = None
         begun = False
@@ -228,6 +213,7 @@ class CudaGraphs:
         return False
 
     def lowest(self, vote: int, groups: list[Any]) -> int:
+        """The lowest vote of all ranks of these process groups."""
         for group in groups:
             on_device = dist.get_backend(group) == "nccl"
             votes = torch.tensor(vote, device=self._device if on_device else "cpu")
@@ -242,7 +228,7 @@ def side_stream(device: torch.device, api: Any = torch.cuda) -> Any:
     return api.Stream(device)
 
 
-def graphs_on(device: torch.device) -> Graphs | None:
+def graphs_on(device: torch.device) -> CudaGraphs | None:
     """What captures steps on this device; None if nothing can."""
     return CudaGraphs(device) if device.type == "cuda" else None
 
@@ -294,7 +280,7 @@ class Step:
         why: why it is not captured; None if it is, or will be.
     """
 
-    def __init__(self, run: Callable[[Any], Any], fn: Callable[..., Any], graphs: Graphs | None) -> None:
+    def __init__(self, run: Callable[[Any], Any], fn: Callable[..., Any], graphs: CudaGraphs | None) -> None:
         self._run: Callable[[Any], Any] = lambda batch: map_tensors(_detached, run(batch))
         self._fn = fn
         self._graphs = graphs

@@ -81,11 +81,7 @@ def _free(device: torch.device) -> int:
 
 
 class GpuCache:
-    """The samples that are kept on a device.
-
-    Args:
-        limit: bytes that they may take.
-        device: where.
+    """The samples that are kept on a device, where they may take ``limit`` bytes.
 
     Attributes:
         count: how many are kept.

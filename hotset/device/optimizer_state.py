@@ -63,9 +63,6 @@ class Saved(NamedTuple):
 class HostState:
     """The optimizers and schedulers within reach of a step.
 
-    Args:
-        fn: the step.
-
     Attributes:
         optimizers: those that were found.
         scales: whether there is a gradient scaler that is in use.

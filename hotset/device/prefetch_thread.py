@@ -19,12 +19,7 @@ __all__ = ["PrefetchThread"]
 
 
 class PrefetchThread:
-    """Iterator over an iterable that a thread reads ahead.
-
-    Args:
-        iterable: it; ``iter()`` of it is called in the thread too.
-        depth: how many items may wait, at least 1.
-    """
+    """Iterator over an iterable that a thread reads ahead; up to ``depth`` items, at least 1, may wait."""
 
     def __init__(self, iterable: Iterable[Any], depth: int) -> None:
         self._reader = _Reader(iterable)

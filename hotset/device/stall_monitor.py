@@ -21,11 +21,9 @@ T = TypeVar("T")
 
 
 class StallMonitor:
-    """Warns when one consumer waits too long.
+    """Warns when one consumer waits for more than ``patience`` seconds.
 
-    Args:
-        patience: the time-out, in seconds.
-        sentence: returns the warning, given the seconds waited so far.
+    ``sentence`` returns the warning, given the seconds waited so far.
 
     Example:
         >>> watch = StallMonitor(60.0, lambda seconds: "nothing comes")

@@ -82,13 +82,6 @@ class _Sent(NamedTuple):
     size: int  # bytes that it takes on the device
 
 
-class _Step(NamedTuple):
-    """What runs on a batch that was handed over, until the next batch is."""
-
-    event: Any
-    size: int  # bytes that the batch takes on the device
-
-
 class StreamTransfer:
     """To a GPU, by a stream of its own.
 
@@ -108,7 +101,8 @@ class StreamTransfer:
         # The event behind each copy under way, and the host's memory that it reads.
         self._copying: deque[tuple[Any, Any]] = deque()
         self._last_size = 0  # of the batch that was handed over last
-        self._pending: deque[_Step] = deque()
+        # The event behind each step that has not ended, and the bytes that its batch takes on the device.
+        self._pending: deque[tuple[Any, int]] = deque()
         self._pending_bytes = 0
 
     def send(self, batch: Any) -> _Sent:
@@ -126,11 +120,11 @@ class StreamTransfer:
 
     def _wait_for_steps(self) -> None:
         pending = self._pending
-        while pending and pending[0].event.query():
-            self._pending_bytes -= pending.popleft().size
+        while pending and pending[0][0].query():
+            self._pending_bytes -= pending.popleft()[1]
         while len(pending) > self._steps and self._pending_bytes > _PENDING_BYTES:
-            pending[0].event.synchronize()
-            self._pending_bytes -= pending.popleft().size
+            pending[0][0].synchronize()
+            self._pending_bytes -= pending.popleft()[1]
 
     def _copy(self, tensor: torch.Tensor, host: list[torch.Tensor]) -> torch.Tensor:
         if tensor.device == self._device:
@@ -146,7 +140,7 @@ class StreamTransfer:
     def receive(self, sent: _Sent) -> Any:
         stream = self._api.current_stream(self._device)
         if self._last_size:  # its step is issued, as the next batch is asked for
-            self._pending.append(_Step(stream.record_event(), self._last_size))
+            self._pending.append((stream.record_event(), self._last_size))
             self._pending_bytes += self._last_size
         self._last_size = sent.size
         stream.wait_event(sent.event)
@@ -164,8 +158,7 @@ class StreamTransfer:
 
     def close(self) -> None:
         while self._copying:
-            event, _ = self._copying[0]
-            event.synchronize()
+            self._copying[0][0].synchronize()
             self._copying.popleft()
         self._pending.clear()
         self._pending_bytes = self._last_size = 0

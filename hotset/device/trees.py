@@ -121,20 +121,16 @@ def map_tensors(change: Callable[[torch.Tensor], Any], batch: Any) -> Any:
     """A batch of the same make, with ``change`` of each tensor in its place."""
     if isinstance(batch, torch.Tensor):
         return change(batch)
-    kind = type(batch)
-    if kind is tuple or kind is list:
-        return kind(map_tensors(change, part) for part in batch)
+    kind: Any = type(batch)
+    if isinstance(batch, tuple):
+        return getattr(kind, "_make", kind)(map_tensors(change, part) for part in batch)
     if isinstance(batch, Mapping):
         values = {key: map_tensors(change, part) for key, part in batch.items()}
         return values if kind is dict else _like(batch, values)
-    if isinstance(batch, tuple) and hasattr(kind, "_make"):
-        return kind._make(map_tensors(change, part) for part in batch)
     if isinstance(batch, list):
         made: Any = copy.copy(batch)
         made[:] = [map_tensors(change, part) for part in batch]
         return made
-    if isinstance(batch, tuple):
-        return kind(map_tensors(change, part) for part in batch)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         made = copy.copy(batch)
         for field in dataclasses.fields(batch):

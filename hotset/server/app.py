@@ -52,11 +52,7 @@ _WHY = {
 def make_app(service: SessionService, history: History, page: str, stop: Callable[[], None]) -> FastAPI:
     """Return the API, unguarded.
 
-    Args:
-        service: of the sessions.
-        history: of the last minutes.
-        page: what ``GET /`` answers.
-        stop: ends the server; called when the answer to ``POST /api/stop`` is out.
+    ``page`` is what ``GET /`` answers; ``stop`` is called when the answer to ``POST /api/stop`` is out.
     """
     app = FastAPI(
         title="hotset",

@@ -62,12 +62,7 @@ _OF_MACHINE: list[tuple[str, str, Callable[[PeerStats], float]]] = [
 
 
 class Metrics(Collector):
-    """What ``GET /metrics`` answers.
-
-    Args:
-        options: the server's.
-        reports: reads the reports of all sessions.
-    """
+    """What ``GET /metrics`` answers; ``reports`` reads the reports of all sessions."""
 
     def __init__(self, options: Options, reports: Callable[[], list[SessionReport]]) -> None:
         self._options, self._reports = options, reports

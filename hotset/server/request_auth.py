@@ -67,13 +67,9 @@ def content_policy(page: str) -> str:
 
 
 class Guard:
-    """An ASGI application around another one.
+    """An ASGI application that guards another one by the server's token and names, its host and port.
 
-    Args:
-        app: what is guarded.
-        options: the server's: its host and port are its names.
-        token: what opens it.
-        policy: the content security policy of every answer.
+    ``policy`` is the content security policy of every answer.
     """
 
     def __init__(self, app: ASGIApp, options: Options, token: str, policy: str) -> None:

@@ -21,12 +21,7 @@ __all__ = ["Amount", "Machine", "ResizedView", "SessionView", "machines_of", "re
 
 
 class Machine(NamedTuple):
-    """A machine that shares a session.
-
-    Attributes:
-        member: it.
-        traffic: what passed between it and this machine, since the session began; None: it is this machine.
-    """
+    """A machine that shares a session, and what has passed between it and this one; None for this one."""
 
     member: Member
     traffic: PeerStats | None

@@ -106,11 +106,7 @@ def _with_state(loader: Any) -> Any:
 
 
 class Passes:
-    """A queue read pass after pass, by one iterator that raises :class:`PassOver` between two.
-
-    Args:
-        queue: a loader's batches.
-    """
+    """A queue read pass after pass, by one iterator that raises :class:`PassOver` between two."""
 
     def __init__(self, queue: DeviceQueue[Any]) -> None:
         self._queue = queue

@@ -360,12 +360,7 @@ def _train_epochs(
 ) -> None:
     """Train from where the run stands to the end of its last epoch, or until a stop is requested.
 
-    Args:
-        run: see :class:`RunState`.
-        sink: does the steps; its outputs are those of all steps.
-        tell: tells the callbacks.
-        sinking: whether an epoch is one sink.
-        evaluate: called at each epoch's end, gives the metrics.
+    With ``sinking`` an epoch is one sink; ``evaluate`` is called at each epoch's end, and gives the metrics.
     """
     while run.epochs_done < run.epochs and not run.stopping:
         run.epoch = run.epochs_done + 1
