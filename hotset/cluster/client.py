@@ -460,7 +460,8 @@ class SessionPeers:
         if self._connections is None or known is None or known.keys != now.keys:
             if self._connections is not None:
                 self._connections.close()
-            self._connections, self.by_name = Connections(now.keys, self._note_trouble), {}
+            self._connections = Connections(now.keys, lambda *trouble: self.troubles.append(trouble))
+            self.by_name = {}
         there = {name: member for name, member in now.by_name.items() if name != now.me}
         for name in [name for name in self.by_name if name not in there]:
             del self.by_name[name]
@@ -471,9 +472,6 @@ class SessionPeers:
                 self.count(now=peer is not None)
                 self.by_name[name] = self._connections.add(name, member.endpoint, member.key.encode())
         self.membership = now
-
-    def _note_trouble(self, sentence: str, machine: str) -> None:
-        self.troubles.append((sentence, machine))
 
     @property
     def known(self) -> Membership:

@@ -142,7 +142,9 @@ class Directory:
         self._let_join(now)
         keys = {known: other.member.key for known, (_, other) in self._beats.items()}
         caches = tuple(cache for meeting, cache in self._caches.items() if meeting not in there)
-        members = self._changed(self.members(), now)
+        members = self.members()
+        if members is not None and _weights(members) != _weights(self._last):
+            self._last, self._former, self._changed_at = members, self._last, now
         former = self._former if now - self._changed_at < FORMER else ()
         unknown = tuple(there - set(self._caches))
         return HeartbeatReply(keys, members, former, caches, unknown, self._not_cleared(beat))
@@ -163,12 +165,6 @@ class Directory:
             self._has_gathered, self._begun, self._patience = False, now, _CUT_OFF
         for gone in silent:
             del self._beats[gone], self._joined[gone]
-
-    def _changed(self, members: tuple[Member, ...] | None, now: float) -> tuple[Member, ...] | None:
-        """Note which machines there were before, if they or their capacities have changed."""
-        if members is not None and _weights(members) != _weights(self._last):
-            self._last, self._former, self._changed_at = members, self._last, now
-        return members
 
     def _let_join(self, now: float) -> None:
         """Note which machines have joined: one that is asked too early refuses, and users are warned."""

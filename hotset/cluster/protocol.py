@@ -163,12 +163,12 @@ def key(number: int) -> list[Any]:
 
 
 def key_answer(head: Head, said: bytes) -> list[Any]:
-    """Frames that give them."""
+    """Frames that give the credentials of a connection."""
     return [*refusal(head, Status.OK), said]
 
 
 def words_answer(head: Head, cache: CacheIdentity, said: Longs) -> list[Any]:
-    """Frames that answer that."""
+    """Frames that answer a clear, with the word that it said."""
     return [_header(head.operation | _ANSWERS, 0, len(said), head.number, cache), _little(said)]
 
 

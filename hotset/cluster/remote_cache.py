@@ -139,7 +139,7 @@ class RemoteCache:
     def _missing(store: Store, ids: Longs) -> Longs:
         words = store.words(ids)
         if len(words) and int(np.minimum.reduce(words)) >= PRESENT:
-            return ids[:0]  # which is asked for every batch
+            return ids[:0]  # the common answer, which every batch asks for
         missing: Longs = np.unique(ids[store.index.missing(ids)])
         return missing
 

@@ -63,16 +63,16 @@ class Credentials(NamedTuple):
 
     @classmethod
     def new(cls, port: int) -> Credentials:
-        """Draw some."""
+        """Draw new credentials."""
         return cls(os.urandom(16), os.urandom(16), os.urandom(32), port)
 
     def packed(self) -> bytes:
-        """As they travel."""
+        """The credentials as they travel."""
         return _CREDENTIALS.pack(*self)
 
     @classmethod
     def parse(cls, said: Frame) -> Credentials:
-        """Read them.
+        """Read credentials that a server has sent.
 
         Raises:
             Unsealable: they have another length.

@@ -86,7 +86,7 @@ def serve_by_password(socket: Any) -> None:
 
 
 def ask_by_password(socket: Any, credentials: Credentials) -> None:
-    """Connect with these."""
+    """Connect with these credentials."""
     socket.plain_username, socket.plain_password = credentials.connection, credentials.password
 
 

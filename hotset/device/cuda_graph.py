@@ -281,7 +281,7 @@ class Step:
     """
 
     def __init__(self, run: Callable[[Any], Any], fn: Callable[..., Any], graphs: CudaGraphs | None) -> None:
-        self._run: Callable[[Any], Any] = lambda batch: map_tensors(_detached, run(batch))
+        self._run: Callable[[Any], Any] = lambda batch: map_tensors(lambda one: one.detach(), run(batch))
         self._fn = fn
         self._graphs = graphs
         self._host: HostState | None = None
@@ -390,7 +390,8 @@ class Step:
             if shape is None or shape.left > 1 or shape.refused or self.why is not None:
                 result = self._run(batch)
             else:
-                with Rehearsal(self._host, _devices(batch)) as watched, self._graphs.waits() as places:
+                devices = {tensor.device for tensor in tensors_of(batch)}
+                with Rehearsal(self._host, devices) as watched, self._graphs.waits() as places:
                     result = self._run(batch)
                 more = f" and {len(places) - 1} more" if len(places) > 1 else ""
                 shape.rehearsed = (
@@ -494,14 +495,6 @@ def _reason(error: Exception, ranks: bool) -> str:
             "make DistributedDataParallel under torch.cuda.stream(torch.cuda.Stream()))"
         )
     return why
-
-
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach()
-
-
-def _devices(batch: Any) -> set[torch.device]:
-    return {tensor.device for tensor in tensors_of(batch)}
 
 
 @contextlib.contextmanager

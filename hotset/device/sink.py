@@ -199,7 +199,8 @@ class Sink:
             if self._all:
                 found.append(_kept(result))
         if self._search is not None and not self._search.done:
-            _wait_for(self.device)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
             self._search.record(count, count / max(time.perf_counter() - begun, 1e-9))
         return _stacked(found) if self._all else _kept(result)
 
@@ -291,11 +292,6 @@ def _queue(loader: Any, device: Any) -> DeviceQueue[Any]:
     if device is not None and DeviceQueue([], device=device).device != loader.device:
         raise ArgumentError(f"device must be the queue's, {loader.device}, got {device!r}; leave it out.")
     return loader
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _kept(result: Any) -> Any:

@@ -103,7 +103,6 @@ def difference(expected: Sequence[Signature], batch: Any, *, shorter: bool = Fal
 
     Args:
         expected: its signature.
-        batch: it.
         shorter: whether it may have fewer samples (first dimension), like the last one of a pass.
     """
     found = signature_of(batch)

@@ -120,7 +120,7 @@ class SessionService:
     def create(self, wanted: dict[str, Any]) -> dict[str, Any]:
         """Create a session that this server owns.
 
-        Wanted may be name, memory, spill, ttl and persist; without spill, the server's folder is used.
+        ``wanted`` may hold name, memory, spill, ttl and persist; without spill, the server's folder is used.
 
         Raises:
             Refusal: 409 for a name that is taken or a server that is ending.

@@ -182,7 +182,7 @@ class CatalogHandle:
 
 
 def _identity(fd: int) -> tuple[int, int]:
-    """Of the file that a descriptor has open; of no file if it is closed."""
+    """Device and inode of the file behind a descriptor; -1 if the descriptor is closed."""
     try:
         status = os.fstat(fd)
     except OSError:

@@ -212,7 +212,9 @@ class KeyedStore(Store):
     ) -> KeyedStore:
         """Make an empty one: see :meth:`Store.create`."""
         keys = min(max(limit // _BYTES_A_KEY, _FEWEST), _MOST)
-        return cls.create(_no_schema(), keys, limit, about=about, path=path, spill=spill)
+        # A schema that hardly a value has: each is stored in a form of its own.
+        schema = Schema.infer([None], keep_order=True)
+        return cls.create(schema, keys, limit, about=about, path=path, spill=spill)
 
     @staticmethod
     def _address_space(schema: Schema, samples: int, limit: int) -> tuple[int, int]:
@@ -428,8 +430,3 @@ class KeyedStore(Store):
     def check(self) -> list[str]:
         """Verify every record, every index word and every key; an empty list if all is well."""
         return [*super().check(), *self.keys.check()]
-
-
-def _no_schema() -> Schema:
-    """A schema that hardly a value has: each is stored in a form of its own."""
-    return Schema.infer([None], keep_order=True)

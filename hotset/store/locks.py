@@ -165,14 +165,17 @@ def is_locked(fd: int, byte: int) -> bool:
 
     The answer may be out of date when it arrives; to act on "it is free", take it with :func:`try_lock`.
     """
-    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
-    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+    return _kind_held(fd, byte) != fcntl.F_UNLCK
 
 
 def is_shared(fd: int, byte: int) -> bool:
     """Whether *another* description holds ``byte`` shared; see :func:`is_locked`."""
+    return _kind_held(fd, byte) == fcntl.F_RDLCK
+
+
+def _kind_held(fd: int, byte: int) -> int:
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
-    return bool(_FLOCK.unpack(answer)[0] == fcntl.F_RDLCK)
+    return int(_FLOCK.unpack(answer)[0])
 
 
 def lock(fd: int, byte: int, timeout: float) -> bool:

@@ -28,10 +28,6 @@ def _aligned(size: _Size) -> _Size:
     return -(-size // _ALIGN) * _ALIGN
 
 
-def _new_memory(size: int) -> memoryview:
-    return np.empty(size, np.uint8).data
-
-
 class RecordBatch(NamedTuple):
     """Records of several samples in private memory, from whichever tier, or from another machine.
 
@@ -170,7 +166,9 @@ class RecordBatch(NamedTuple):
         return dict(zip(self.ids.tolist(), self.read(schema, decode=decode), strict=True))
 
     def _copied(self) -> RecordBatch:
-        copy = RecordBatch.new(_new_memory, self.ids, self.rows.shape[1], self.lines)
+        copy = RecordBatch.new(
+            lambda size: np.empty(size, np.uint8).data, self.ids, self.rows.shape[1], self.lines
+        )
         copy.rows[:], copy.tails[:] = self.rows, self.tails
         return copy
 

@@ -152,8 +152,8 @@ class StreamParts:
         """Become the process that records this part, in this pass; False if another program records it.
 
         A pass of the same program gives way: it may be one that was broken off, and whose workers are still
-        there because a traceback refers to it. ``number`` is the pass's. In another clear generation than
-        this, the part is another one: then False.
+        there because a traceback refers to it. ``number`` is the pass's. It is False too in another clear
+        generation than the given one, in which the part would be another one.
         """
         claims, row = self.store.filler.claims, self._rows[part]
         mine = claims.word

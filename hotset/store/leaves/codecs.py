@@ -219,10 +219,6 @@ def _flatten_timedelta(value: Any) -> Any:
     return (value.days, value.seconds, value.microseconds)
 
 
-def _flatten_deque(value: Any) -> Any:
-    return (value.maxlen, list(value))
-
-
 def _flatten_range(value: Any) -> Any:
     return (value.start, value.stop, value.step)
 
@@ -230,7 +226,7 @@ def _flatten_range(value: Any) -> Any:
 _PLAIN: tuple[tuple[type, Callable[[Any], Any], Callable[[Any], Any]], ...] = (
     (set, _flatten_set, lambda tree: set(_elements(tree))),
     (frozenset, _flatten_set, lambda tree: frozenset(_elements(tree))),
-    (deque, _flatten_deque, lambda tree: deque(tree[1], tree[0])),
+    (deque, lambda value: (value.maxlen, list(value)), lambda tree: deque(tree[1], tree[0])),
     (defaultdict, _flatten_defaultdict, _unflatten_defaultdict),
     (Counter, dict, Counter),
     (range, _flatten_range, lambda tree: range(*tree)),

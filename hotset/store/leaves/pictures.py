@@ -156,7 +156,11 @@ def image_file(name: str) -> tuple[Callable[[Any], Any], Callable[[Any], Any]] |
         if getattr(image, "is_animated", False) or getattr(image, "n_frames", 1) > 1:
             raise SchemaMismatch(f"a {qualname} of several frames, of which only one would be stored")
         picture = _flattened(image)
-        kept = {key: part for key, part in vars(image).items() if _is_kept(key, part)}
+        kept = {
+            key: part
+            for key, part in vars(image).items()
+            if (type(part) in _KEPT and key not in _OF_FILE) or key == "layer"  # of JPEG: its subsampling
+        }
         return (*picture[:-1], _literal(kept, "the attributes"), picture[-1])
 
     def unflatten(tree: Any) -> Any:
@@ -170,7 +174,3 @@ def image_file(name: str) -> tuple[Callable[[Any], Any], Callable[[Any], Any]] |
         return image
 
     return flatten, unflatten
-
-
-def _is_kept(name: str, value: Any) -> bool:
-    return (type(value) in _KEPT and name not in _OF_FILE) or name == "layer"  # of JPEG: its subsampling
