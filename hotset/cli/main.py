@@ -1,4 +1,4 @@
-"""The ``hotset`` command: the demo, the cache server, its sessions, and the caches on this machine."""
+"""The ``hotset`` command: its subcommands and their options; what each does is in a module of its own."""
 
 from __future__ import annotations
 

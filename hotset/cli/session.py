@@ -40,13 +40,7 @@ __all__ = [
 
 
 def create(
-    name: str,
-    *,
-    memory: str | None,
-    spill: str | None,
-    ttl: str | None,
-    persist: bool,
-    port: int | None,
+    name: str, *, memory: str | None, spill: str | None, ttl: str | None, persist: bool, port: int | None
 ) -> dict[str, Any]:
     """Create a session; return it as the API shows it.
 
@@ -57,18 +51,16 @@ def create(
     Raises:
         HotsetError: it cannot be created as requested, or no server runs on that port.
     """
-    wanted: dict[str, Any] = {"name": name, "memory": memory, "ttl": ttl}
-    wanted = {key: value for key, value in wanted.items() if value is not None}
-    if spill is not None:
-        wanted["spill"] = os.path.abspath(spill) if spill else spill
+    spill = os.path.abspath(spill) if spill else spill
     if port is not None or running():
-        server = client(the_port(port))
-        made: dict[str, Any] = server.call("POST", "/api/sessions", {**wanted, "persist": persist})
+        wanted = {"name": name, "memory": memory, "ttl": ttl, "spill": spill, "persist": persist}
+        given = {key: value for key, value in wanted.items() if value is not None}
+        made: dict[str, Any] = client(the_port(port)).call("POST", "/api/sessions", given)
         return made
     session = sessions.create(
         name,
         memory=None if memory is None else parse_memory(memory),
-        spill=wanted.get("spill"),
+        spill=spill,
         ttl=None if ttl is None else parse_seconds(ttl),
         persist=persist,
     )

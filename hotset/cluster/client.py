@@ -81,7 +81,7 @@ class PendingRequest:
 
     @property
     def name(self) -> str:
-        """Of the peer."""
+        """The peer's name."""
         return self._peer.name
 
     @property
@@ -157,7 +157,7 @@ class Peer:
         name: of the machine, for messages to the user.
         endpoint: where it serves.
         traffic: counters.
-        connections: that it is one of.
+        connections: to which it belongs.
     """
 
     def __init__(self, connections: Connections, name: str, endpoint: str, key: bytes | None) -> None:
@@ -175,7 +175,7 @@ class Peer:
 
     @property
     def is_backing_off(self) -> bool:
-        """Whether this process leaves it alone at the moment."""
+        """Whether this process sends it nothing at the moment."""
         return self._backoff.is_active
 
     def ask(self, cache: CacheIdentity, ids: Longs, *, claim: bool = False) -> PendingRequest:
@@ -254,7 +254,7 @@ class Peer:
         """Take credentials, connect with them, and send what was asked for meanwhile.
 
         Raises:
-            Malformed: these are none.
+            Malformed: the frames are not credentials.
         """
         head = protocol.parse_head(frames, answers=True)
         try:
@@ -337,7 +337,7 @@ class Peer:
             self._warn(f"{self.name} ({self.endpoint}) {status.sentence}")
 
     def note_answer(self, seconds: float, cache: CacheIdentity) -> None:
-        """Note that it has answered."""
+        """Note that it has answered, after so many seconds."""
         self._backoff = Backoff()
         self._backoffs.pop(cache.fingerprint, None)
         self.traffic.answers += 1

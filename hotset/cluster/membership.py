@@ -71,7 +71,7 @@ class Keys(NamedTuple):
 
     @classmethod
     def new(cls) -> Keys:
-        """Draw a pair."""
+        """Draw a new pair."""
         import zmq
 
         return cls(*zmq.curve_keypair())

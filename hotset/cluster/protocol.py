@@ -219,7 +219,7 @@ def parse_head(frames: Sequence[Frame], *, answers: bool) -> Head:
     """Read the header of a request, or of what answers one.
 
     Raises:
-        Malformed: it is none.
+        Malformed: it is not a header.
     """
     if not frames or len(frames[0]) != _HEADER.size or frames[0][: len(MAGIC)] != MAGIC:
         raise Malformed("has sent something that is not a message of hotset's")

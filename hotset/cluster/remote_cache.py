@@ -88,13 +88,9 @@ class RemoteCache:
             if self._peers.membership is None:
                 return Fetched()
             try:
-                ahead = self._ahead.pop(ids.tobytes(), None)
+                ahead = self._ahead.pop(ids.tobytes(), _Ahead(None, []))
                 # Answers to requests from before a clear may hold what the clear removed.
-                asked = (
-                    ahead.requests
-                    if ahead is not None and ahead.clear_generation == store.clear_generation()
-                    else []
-                )
+                asked = ahead.requests if ahead.clear_generation == store.clear_generation() else []
                 return self._batch_fetch(store, read).run(missing, asked)
             finally:
                 self._peers.count()

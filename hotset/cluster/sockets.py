@@ -54,7 +54,7 @@ def open_socket(context: zmq.Context[Any], kind: int, address: str) -> Any:
     Args:
         context: of this process.
         kind: ``zmq.ROUTER`` serves, ``zmq.DEALER`` asks.
-        address: that it is for; says whether it is one of IPv6.
+        address: decides between IPv4 and IPv6.
     """
     socket: Any = context.socket(kind)
     socket.linger = 0

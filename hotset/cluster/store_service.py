@@ -168,11 +168,8 @@ class StoreService:
             store.insert(records.batch.samples(store.schema, decode=False))
             self.end_leases(ids)
         # What is claimed, a process of this machine is reading: it stores the sample in a moment.
-        return (
-            (store.present(ids) | (store.words(ids) >= CLAIMED))
-            & there
-            & (store.clear_generation() is not None)
-        )
+        here = store.present(ids) | (store.words(ids) >= CLAIMED)
+        return here & there & (store.clear_generation() is not None)
 
 
 class StoreServices(dict[bytes, StoreService]):

@@ -1,1 +1,1 @@
-"""Names and lifetime: the runtime folder and the list of the caches on this machine."""
+"""Names and lifetimes: sessions and their quotas, the runtime folder, the list of caches on this machine."""

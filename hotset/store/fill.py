@@ -371,11 +371,7 @@ class Filler:
                 self._allocator.settle()
 
     def _publish(
-        self,
-        samples: Ids,
-        places: list[int],
-        fitting: Flattened,
-        given: list[tuple[int, int]],
+        self, samples: Ids, places: list[int], fitting: Flattened, given: list[tuple[int, int]]
     ) -> int:
         """Write records to where room was given for them, and publish their words; returns how many."""
         # Large records are laid out in the mapping, whose pages another process may be giving back.

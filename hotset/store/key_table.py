@@ -217,13 +217,15 @@ class KeyTable:
 
     def used(self, samples: Ids) -> Words:
         """When each of these samples was last used, in milliseconds of the monotonic clock."""
-        used: Words = self.rows()[samples, _USED].astype(np.int64)
-        return used
+        return self._column(samples, _USED)
 
     def functions_of(self, samples: Ids) -> Words:
         """The number of the function whose result each of these samples is."""
-        functions: Words = self.rows()[samples, _OF].astype(np.int64)
-        return functions
+        return self._column(samples, _OF)
+
+    def _column(self, samples: Ids, word: int) -> Words:
+        column: Words = self.rows()[samples, word].astype(np.int64)
+        return column
 
     # ---- functions -----------------------------------------------------------------------------------
 

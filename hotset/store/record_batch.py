@@ -194,10 +194,8 @@ class VariableTails:
     def outside(self, lines: int) -> npt.NDArray[np.bool_] | None:
         """Which of the runs do not lie within this many lines; None, the common answer, if all do."""
         ends = self.first + self.counts
-        if (
-            int(np.maximum.reduce(ends, initial=0)) <= lines
-            and int(np.minimum.reduce(self.first, initial=0)) >= 0
-        ):
+        highest, lowest = np.maximum.reduce(ends, initial=0), np.minimum.reduce(self.first, initial=0)
+        if int(highest) <= lines and int(lowest) >= 0:
             return None
         return (self.first < 0) | (ends > lines)
 

@@ -267,11 +267,9 @@ class StagedBatch:
         ids, _, rows, *_ = self.records
         tails = self.tails = VariableTails(heads_of(rows, head))
         limit, stride = self._spill.segment.geometry.lines, rows.shape[1]
-        ends = tails.first + tails.counts
-        for place in self._memory[
-            (tails.first[self._memory] < 0) | (ends[self._memory] > len(self._from[1]))
-        ]:
-            self._refuse(int(place), "its record's tail lies outside the segment")
+        outside = (tails.first < 0) | (tails.first + tails.counts > len(self._from[1]))
+        for place in self._memory[outside[self._memory]].tolist():
+            self._refuse(place, "its record's tail lies outside the segment")
         disk: list[int] = self._on_disk.tolist()
         for place in disk:
             first, count = int(tails.first[place]), int(tails.counts[place])

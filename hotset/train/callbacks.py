@@ -323,10 +323,10 @@ class EarlyStopping(Callback):
     def _is_better(self, value: float) -> bool:
         if math.isnan(value):
             return False
-        gain = (
-            0.0 if self._best is None else (self._best - value if self.mode == "min" else value - self._best)
-        )
-        return self._best is None or gain > self.min_delta
+        if self._best is None:
+            return True
+        gain = self._best - value if self.mode == "min" else value - self._best
+        return gain > self.min_delta
 
     def state_dict(self) -> dict[str, Any]:
         """The best value so far, and for how many epochs there was no better one."""

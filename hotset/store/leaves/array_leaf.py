@@ -350,10 +350,8 @@ def array_from_json(described: Any) -> ArrayLeaf:
     if type(ndim) is not int or type(keep_order) is not bool or sorted(order) != list(range(ndim)):
         raise ValueError(f"the order must be a permutation of {ndim!r} dimensions, got {order}")
     sizes = () if shape is None else shape
-    if any(type(n) is not int or not 0 <= n <= LARGEST_DIMENSION for n in sizes) or len(sizes) not in (
-        0,
-        ndim,
-    ):
+    fit = all(type(n) is int and 0 <= n <= LARGEST_DIMENSION for n in sizes)
+    if not fit or len(sizes) not in (0, ndim):
         raise ValueError(f"a shape must have {ndim} sizes of 32 bits, got {shape}")
     writeable = described.get("writeable", True)
     if type(writeable) is not bool or (library == "torch" and not writeable):

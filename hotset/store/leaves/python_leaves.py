@@ -244,7 +244,7 @@ class EnumLeaf(Leaf):
 
 
 def number_kind(value: object) -> str | None:
-    """The ``kind`` of :class:`NumberLeaf` that fits a value; None if it is no such number."""
+    """The ``kind`` of :class:`NumberLeaf` that fits a value; None for anything but such numbers."""
     kind = type(value)
     if kind in (bool, int, float, complex):
         return kind.__name__
@@ -255,7 +255,7 @@ def number_kind(value: object) -> str | None:
 
 
 def numbers_leaf(value: Sequence[object]) -> NumbersLeaf | None:
-    """The leaf of a list or tuple of many numbers of one kind; None if it is none."""
+    """The leaf of a list or tuple of many numbers of one kind; None for any other."""
     kind = type(value[0]).__name__ if value else ""
     if len(value) < _MANY_NUMBERS or kind not in ("bool", "int", "float") or len(set(map(type, value))) > 1:
         return None
