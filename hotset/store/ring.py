@@ -78,7 +78,7 @@ Mask = npt.NDArray[np.bool_]
 _LARGEST_EXTENT = (4 << 20) // LINE
 _SHARES = 256
 _CLEAR_SECONDS = 1.0  # other processes wait meanwhile
-# Where a window's position is, in the order of WindowState.
+# Where a window's position is, in the order of WindowState, in which it is read: the epoch before the cursor.
 _WORDS = (Live.WINDOW_LOADS, Live.WINDOW_EPOCH, Live.WINDOW_CURSOR, Live.WINDOW_BEHIND, Live.WINDOW_LATE)
 
 
