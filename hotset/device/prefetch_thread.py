@@ -28,11 +28,6 @@ class PrefetchThread:
         for _ in range(depth):
             self._thread.ask(self._reader)
 
-    @property
-    def waiting(self) -> int:
-        """How many items wait to be taken."""
-        return self._thread.ready
-
     def __iter__(self) -> PrefetchThread:
         return self
 

@@ -101,11 +101,6 @@ class Spill:
         # The allocator subtracts what the index may still take; here that is on the disk already.
         return Headroom(left + self.segment.geometry.rows_at, size, "the file system of the spill folder")
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of the disk that records have taken."""
-        return self.segment.taken
-
     def write(self, samples: Ids, generations: Words, prepared: Sequence[Flattened]) -> Words:
         """Write as many of these records as are given room at once; returns words for the store's index."""
         tails = [one.tail_lines for one in prepared]

@@ -59,11 +59,6 @@ class HelperThread(Generic[T]):
         """How many results were asked for and not taken."""
         return self._pending if self._pid == os.getpid() else 0
 
-    @property
-    def ready(self) -> int:
-        """How many results can be taken without waiting."""
-        return self._results.qsize() if self._pid == os.getpid() else 0
-
     def ask(self, job: Callable[[], T]) -> None:
         """Run a job after those before it; :meth:`next` gives its result."""
         self._put(job, wanted=True)

@@ -709,11 +709,12 @@ def test_ahead_gives_all_in_order_then_ends() -> None:
 
 
 def test_ahead_waits_with_depth_items_at_most() -> None:
-    ahead = PrefetchThread(iter(range(50)), 3)
-    assert eventually(lambda: ahead.waiting == 3)
+    read: list[int] = []
+    ahead = PrefetchThread((read.append(number) or number for number in range(50)), 3)
+    assert eventually(lambda: len(read) == 3)
     time.sleep(0.02)
-    assert (ahead.waiting, next(ahead)) == (3, 0)
-    assert eventually(lambda: ahead.waiting == 3)
+    assert (len(read), next(ahead)) == (3, 0)
+    assert eventually(lambda: len(read) == 4)
 
 
 def test_ahead_ends_with_its_consumer() -> None:

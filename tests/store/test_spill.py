@@ -257,7 +257,7 @@ class SpillMachine(StoreMachine):
         self.model.clear()
         assert used(self.first) == 0
         assert self.first.spill is not None
-        assert self.first.spill.bytes == 0
+        assert self.first.spill.segment.taken == 0
 
 
 TestSpillMachine = SpillMachine.TestCase
