@@ -322,14 +322,14 @@ class Parameters:
         if names is not None and not named and self._required <= len(given) <= len(names):
             return (*given, *self._defaults[len(given) :])
         if self._signature is None:
-            return (given, tuple(sorted(named.items())))
+            return (given, tuple(named.items()))
         bound = self._signature.bind(*given, **named)
         bound.apply_defaults()
         if names is not None:
             return tuple(bound.arguments.values())
-        # A dict of keywords in whatever order they were given is one and the same.
+        # Keywords in another order are another call: a function may return them in theirs.
         return tuple(
-            tuple(sorted(value.items()))
+            tuple(value.items())
             if self._signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
             else value
             for name, value in bound.arguments.items()

@@ -131,18 +131,23 @@ def test_arguments_that_differ_are_told_apart_and_equal_ones_are_one(one: Any, o
         assert len(calls) == 2
 
 
-def test_keywords_in_any_order_are_one_call() -> None:
-    calls = []
+def test_only_a_function_of_any_keywords_sees_their_order() -> None:
+    def named(a: int, b: int, c: int = 0) -> list[int]:
+        calls.append((a, b))
+        return [a, b, c]
 
-    def count(*sizes: int, **named: int) -> int:
-        calls.append((sizes, named))
-        return sum(sizes) + sum(named.values())
+    def columns(*sizes: int, **named: int) -> list[str]:
+        return [f"{name} {size}" for name, size in named.items()]
 
-    with memo(count, key="count") as kept:
-        assert kept(1, a=2, b=3) == kept(1, b=3, a=2) == 6
+    calls: list[tuple[int, int]] = []
+    with memo(named) as kept:
+        assert kept(a=1, b=2) == kept(b=2, a=1) == kept(1, b=2) == [1, 2, 0]
         assert len(calls) == 1
-        assert kept(1, a=3, b=2) == 6
-        assert len(calls) == 2
+    with memo(columns) as kept:
+        for _ in range(2):
+            assert kept(1, a=2, b=3) == columns(1, a=2, b=3)
+            assert kept(1, b=3, a=2) == columns(1, b=3, a=2)
+        assert kept.stats().computed == 2
 
 
 def test_what_torch_is_set_to_counts() -> None:
