@@ -645,6 +645,40 @@ def test_a_shuffle_of_the_stream_that_recording_ends_is_said_once(kind: type[Num
         assert (epochs[0] == epochs[1]) is not bool(shuffle)
 
 
+class Parts(Numbers):
+    """Another part of the numbers in each epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in share(self.count):
+            yield torch.full(self.shape, float(number)), 100 * self.epoch + number
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_of_other_samples_is_followed(workers: int) -> None:
+    with recorded() as told, hotset.cache(Parts(N), memory="10MiB") as stream:
+        assert stream.dataset.epoch == 0, "the probe changed it"
+        loader = hotset.DataLoader(stream, batch_size=8, num_workers=workers)
+        for epoch in (0, 1, 1, 2):
+            stream.set_epoch(epoch)
+            assert sorted(values(loader)) == [100 * epoch + number for number in range(N)]
+    said = [str(each.message) for each in told if "recorded anew" in str(each.message)]
+    assert len(said) == 2
+    assert all("Parts.epoch has changed" in each and is_a_sentence(each) for each in said)
+
+
+def test_an_epoch_of_a_stream_that_is_declared_is_its_order() -> None:
+    with recorded(), hotset.cache(hotset.deterministic(Parts(N)), memory="10MiB") as stream:
+        loader = hotset.DataLoader(stream, batch_size=8)
+        first = values(loader)
+        stream.set_epoch(1)
+        assert values(loader) == first
+
+
 class Marked(Numbers):
     """Its samples hold what is set on it."""
 

@@ -93,10 +93,12 @@ class CachedStream(DatasetProxy[T]):
             self._attribute_was_set(by_method or "transform")
         elif (change := self._passes.change()) is not None and not is_hugging_face(self._dataset):
             name = self._passes.name
+            order = (
+                " An epoch on which only the order depends is announced by set_epoch() of the cached stream."
+            )
             warn(
                 f"{name} is recorded anew: {change} has changed, and samples may depend on it. If none does, "
-                f"declare it: hotset.deterministic({name}). An epoch on which only the order depends is "
-                "announced by set_epoch() of the cached stream."
+                f"declare it: hotset.deterministic({name}).{'' if self._passes.by_epoch else f' {order}'}"
             )
             self._attribute_was_set(change.name)
 
@@ -208,15 +210,16 @@ class CachedStream(DatasetProxy[T]):
     def set_epoch(self, epoch: int) -> None:
         """Announce the epoch that begins; calls the stream's ``set_epoch`` as well, if it has one.
 
-        The stream's own shuffle counts in the pass that records it. The order of later epochs is drawn by the
-        sampler: a loader with ``shuffle=True`` has another one in each, any other the recorded one, and a
-        warning.
+        If a probe has shown that another epoch gives other samples, the stream is recorded anew, with a
+        warning. Otherwise its own shuffle counts in the pass that records it, and the order of later epochs
+        is drawn by the sampler: a loader with ``shuffle=True`` has another one in each, any other the
+        recorded one, and a warning.
         """
         self._epoch = epoch
         before = self._passes.change()
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
-            if before is None:
+            if before is None and not self._passes.by_epoch:
                 self._passes.look()
 
     def close(self) -> None:

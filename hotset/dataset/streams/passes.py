@@ -58,6 +58,7 @@ class StreamPasses:
     Attributes:
         cached: the cache of the recorded samples, by sample id.
         name: of the stream's class.
+        by_epoch: whether another epoch gives other samples.
         warn: warns with a sentence; a second argument names its subject, if it is to be warned of once.
     """
 
@@ -66,6 +67,7 @@ class StreamPasses:
         self._source = StreamSource(stream)
         self.cached: CachedDataset[Any] = CachedDataset(self._source, arguments, make)
         self.name = self._source.name
+        self.by_epoch = self._source.by_epoch
         self.warn = Warner()
         self._known: tuple[Any, Ids] | None = None
         self._is_believed = declared(stream) == "deterministic" or arguments.key is not None

@@ -14,6 +14,9 @@ no sample occurs in both, or the same key comes with   refused: content that is 
 other content                                          all epochs
 =====================================================  =======================================================
 
+A stream of a class of the user's that has a ``set_epoch`` is begun once more in another epoch. If that gives
+other samples, and not only another order, a change of the epoch counts as any other change of the stream.
+
 A shuffle of WebDataset's is left out of that copy: with shards in another order, two runs have no sample in
 common.
 """
@@ -71,6 +74,7 @@ class StreamProbe(NamedTuple):
         entropy: whether reading takes entropy that the first samples do not depend on.
         own: whether a run has generators of its own that are seeded anew each time.
         shuffled: whether another run gives another order.
+        by_epoch: whether another epoch gives other samples.
     """
 
     samples: list[Any]
@@ -81,6 +85,7 @@ class StreamProbe(NamedTuple):
     entropy: bool = True
     own: bool = False
     shuffled: bool = False
+    by_epoch: bool = False
 
 
 class _Sample(NamedTuple):
@@ -147,10 +152,15 @@ def probe_stream(stream: Any, name: str, declaration: str | None) -> StreamProbe
             raise ArgumentError(f"{name} must give at least one sample, got none; check its files.")
         # Generators go on from where the first run left them: a stream that draws differs.
         second = _first_samples(plain, most=len(first.read))
+        by_epoch = False
+        if declaration is None and plain is not stream and may_reorder(plain) and not is_hugging_face(plain):
+            plain.set_epoch(_another_epoch(plain))
+            by_epoch = _others(first.read, _first_samples(plain, most=len(first.read)).read) is not None
     finally:
         generators.restore()
     before, after = ([each.digest for each in run.read] for run in (first, second))
-    found = StreamProbe([each.sample for each in first.read[:PLANNED]], first.seconds)
+    samples = [each.sample for each in first.read[:PLANNED]]
+    found = StreamProbe(samples, first.seconds, by_epoch=by_epoch)
     if declaration == "deterministic":
         note = "the stream is declared deterministic"
         return found._replace(note=note, shuffled=before[: len(after)] != after)
@@ -168,7 +178,12 @@ def probe_stream(stream: Any, name: str, declaration: str | None) -> StreamProbe
             entropy=first.entropy or second.entropy,
             own=_differ(first.states, second.states),
         )
-    _refuse_random_content(name, first.read, second.read)
+    if (seen := _others(first.read, second.read)) is not None:
+        raise NotCacheable(
+            f"{name} gives other samples in each run ({seen}), and a cache would repeat one draw in all "
+            "epochs. Move random transforms out of the stream, to transform=[...]; or, if only the order "
+            f"differs, declare it: hotset.deterministic({name})."
+        )
     common = len({*before} & {*after})
     note = (
         f"{common:,} of the first {len(before):,} samples occurred in a second run, in another order: the "
@@ -187,31 +202,27 @@ def _order_warning(name: str) -> str:
     )
 
 
-def _refuse_random_content(name: str, first: list[_Sample], again: list[_Sample]) -> None:
-    """Refuse a stream of whose samples two runs show that they differ in more than their order.
+def _another_epoch(stream: Any) -> int:
+    epoch = getattr(stream, "epoch", 0)
+    return epoch + 1 if isinstance(epoch, int) else 1
 
-    Raises:
-        NotCacheable: no sample occurs in both; or most come at the same place, and others differ there; or a
-            part that names each sample (a key, a path) occurs in both, and the rest of the sample differs.
+
+def _others(first: list[_Sample], again: list[_Sample]) -> str | None:
+    """How two runs show that their samples differ in more than their order; None if they do not.
+
+    No sample occurs in both; or most come at the same place, and others differ there; or a part that names
+    each sample (a key, a path) occurs in both, and the rest of the sample differs.
     """
     count = min(len(first), len(again))
     alike = sum(a.digest == b.digest for a, b in zip(first, again, strict=False))
     common = {each.digest for each in first} & {each.digest for each in again}
     if not common:
-        seen = f"of the first {len(first):,}, none occurred in a second run"
-    elif len(common) < count and alike > max(1, count // 20):
-        seen = (
+        return f"of the first {len(first):,}, none occurred in a second run"
+    if len(common) < count and alike > max(1, count // 20):
+        return (
             f"of the first {count:,}, {count - alike:,} were others in a second run, and the rest came again"
         )
-    elif _contradicts(first, again):
-        seen = "samples with the same key differed between two runs"
-    else:
-        return
-    raise NotCacheable(
-        f"{name} gives other samples in each run ({seen}), and a cache would repeat one draw in all epochs. "
-        "Move random transforms out of the stream, to transform=[...]; or, if only the order differs, "
-        f"declare it: hotset.deterministic({name})."
-    )
+    return "samples with the same key differed between two runs" if _contradicts(first, again) else None
 
 
 def _contradicts(first: list[_Sample], again: list[_Sample]) -> bool:

@@ -46,12 +46,14 @@ class StreamSource(Dataset[Any]):
 
     Attributes:
         described: the stream without what orders it or divides it among ranks: its content.
+        by_epoch: whether another epoch gives other samples, as far as its probe has shown.
     """
 
     def __init__(self, stream: Any) -> None:
         # Attributes with this prefix are no part of a fingerprint.
         self._hotset_stream = stream
         self._hotset_probe: StreamProbe | None = None
+        self._hotset_by_epoch = False
         self._hotset_parts = self._hotset_workers = 0  # until it is planned
         self._hotset_runs: dict[int, tuple[Iterator[Any], int]] = {}
         self._hotset_warn = Warner()
@@ -81,6 +83,10 @@ class StreamSource(Dataset[Any]):
         """The name of the stream's class."""
         return _name(self._hotset_stream)
 
+    @property
+    def by_epoch(self) -> bool:
+        return self._hotset_by_epoch
+
     # ---- for the planner -----------------------------------------------------------------------------
 
     def __len__(self) -> int:
@@ -94,6 +100,7 @@ class StreamSource(Dataset[Any]):
         """
         if self._hotset_probe is None:
             self._hotset_probe = probe_stream(self.described, self.name, declared(self._hotset_stream))
+            self._hotset_by_epoch = self._hotset_probe.by_epoch
         return self._hotset_probe
 
     # ---- by sample id --------------------------------------------------------------------------------
