@@ -200,9 +200,8 @@ class SampleAccess:
         if not len(places) or not store.present(ids[places]).all():
             return set(), iter(())
         copies = store.read_in_turn(ids[places])
-        if copies is None:
+        if copies is None or not self.count_hits(ids[places]):
             return set(), iter(())
-        self.count_hits(ids[places])
         return set(places.tolist()), copies
 
     def _fill_or_note(self, ids: Ids, failed: dict[int, Exception]) -> dict[int, Any]:
@@ -308,9 +307,9 @@ class SampleAccess:
         ids = np.array([sample])
         if store is not None and store.present(ids).all():
             copies = store.read(ids)
-            if copies is not None:
-                self.count_hits(ids)
+            if copies is not None and self.count_hits(ids):
                 return copies[0]
+            store = self.store
         if store is not None and self._remote is not None and not store.index.drawing(ids).any():
             records, uncached = self.bring(ids)
             received = {**self.taken_apart(records), **uncached}
@@ -368,16 +367,19 @@ class SampleAccess:
         store = self.store
         return int(store.segment.slots[:, Slot.STORED].sum()) if store is not None else 0
 
-    def count_hits(self, ids: Ids, less: int = 0) -> None:
+    def count_hits(self, ids: Ids, less: int = 0) -> bool:
         """Count samples that this process has served from the store, and now and then audit one of them.
 
         Args:
             ids: what :meth:`sample_ids` returned.
             less: how many of them were read for this batch.
+
+        Returns:
+            False if they must not be served, as the cache holds what the source does not return any more.
         """
         store = self.store
         if store is None:
-            return
+            return False
         if self._read_ahead:
             used = self._read_ahead.intersection(ids.tolist())
             self._read_ahead -= used
@@ -389,6 +391,7 @@ class SampleAccess:
             copies = store.read(np.array([number]))
             if copies is not None:
                 self._compare(number, copies[0], store)
+        return not store.invalidated
 
     def count_waiting(self, seconds: float) -> None:
         """Add time that the consumer of a loader in this process has waited for batches."""

@@ -109,8 +109,8 @@ class BatchBuilder:
             batch = finish(copy)
             if batch is not None:
                 read = store.filler.reads - before if store is not None else 0
-                access.count_hits(ids, less=read + sum(len(each.ids) for each in records))
-                return batch, uncached
+                if access.count_hits(ids, less=read + sum(len(each.ids) for each in records)):
+                    return batch, uncached
         return None, {**access.taken_apart(records), **uncached}
 
 

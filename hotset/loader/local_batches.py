@@ -184,8 +184,8 @@ class LocalBatches:
         self._selected = self._draw()
         resolved = self._route.resolve(self._selected)
         ids = self._route.sample_ids(resolved) if resolved is not None else None
-        if ids is not None:
-            self._counted(None, ids)
+        if ids is not None and not self._may_be_served(ids):
+            ids = None
         self._hand_over(samples_in(self._selected), start)
         return ids
 
@@ -238,8 +238,8 @@ class LocalBatches:
         if self._several is not None:
             made = self._several.next()
             self._several = self._several if made.more else None
-            if made.batch is not None:
-                return self._counted(made.batch, made.ids)
+            if made.batch is not None and self._may_be_served(made.ids):
+                return made.batch
             # The store was cleared, and what was gathered with this batch must not be used either.
             self._several = None
         resolved = self._builder.resolve(indices)
@@ -251,8 +251,8 @@ class LocalBatches:
             batch = self._gather_ahead(ids, _AHEAD if worth else 0)
         else:
             batch = self._gather_here(ids)
-        if batch is not None:
-            return self._counted(batch, ids)
+        if batch is not None and self._may_be_served(ids):
+            return batch
         # Samples from other machines are copied straight into the batch.
         batch, uncached = self._builder.filled(ids, self._gather.prepare, self._gather.finish)
         if batch is not None:
@@ -267,10 +267,9 @@ class LocalBatches:
             self._gather = self._find_gather()
         return batch
 
-    def _counted(self, batch: Any, ids: Ids) -> Any:
-        if self._single is not None:
-            self._single.access.count_hits(ids)
-        return batch
+    def _may_be_served(self, ids: Ids) -> bool:
+        """Count the hits of a batch that was gathered; False if an audit of one has found a difference."""
+        return self._single is None or self._single.access.count_hits(ids)
 
     def _gather_here(self, ids: Ids) -> Any | None:
         """The batch; if it is small, the next ones are gathered with it."""

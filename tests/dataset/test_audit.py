@@ -121,6 +121,27 @@ def test_a_changed_file_is_found_and_its_new_content_served(tmp_path: Path) -> N
             equal_batches(cached[i], TextFiles(files)[i])
 
 
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("make", [hotset.DataLoader, torch.utils.data.DataLoader])
+def test_what_shows_the_difference_is_not_served_itself(tmp_path: Path, make: Any, live: bool) -> None:
+    """A change of all samples between two passes is then seen from the first batch on."""
+    table = tmp_path / "table"
+    table.write_text("1")
+    chain = [lambda index: int(table.read_text()) * 100 + index, *([_shaken] if live else [])]
+    with hotset.cache(list(range(N)), transform=chain) as cached:
+        loader = make(cached, batch_size=8)
+        list(loader)
+        table.write_text("2")
+        with pytest.warns(hotset.HotsetWarning, match="differs from what was cached"):
+            seen = torch.cat(list(loader))
+        assert seen.tolist() == list(range(200, 200 + N))
+        assert cached[3] == 203
+
+
+def _shaken(number: int) -> int:
+    return number + random.randrange(3) * 0
+
+
 def test_all_processes_stop_serving(tmp_path: Path) -> None:
     """If one rank finds a difference, all that share the cache stop serving; here another attachment does."""
     import pickle
@@ -340,7 +361,7 @@ def test_every_place_of_a_batch_is_audited_at_some_time() -> None:
 
 
 def test_finding_out_why_moves_no_generator_and_raises_nothing(tmp_path: Path) -> None:
-    """The source raises once a difference was found: training continues, from the source."""
+    """The source raises once a difference was found: the warning comes, then what reading it raises."""
     flag, asked = tmp_path / "armed", tmp_path / "asked"
 
     def failing(index: int) -> Any:
@@ -355,7 +376,10 @@ def test_finding_out_why_moves_no_generator_and_raises_nothing(tmp_path: Path) -
         loader = warm(cached)
         flag.touch()
         before = rng_states()
-        with pytest.warns(hotset.HotsetWarning, match="reading it again raised OSError"):
+        with (
+            pytest.warns(hotset.HotsetWarning, match="reading it again raised OSError"),
+            pytest.raises(OSError, match="the disk is gone"),
+        ):
             next(iter(cached_batches(cached)))
         assert rng_states() == before
         assert current_of(cached).access.store is None
