@@ -91,7 +91,7 @@ def _children(value: Any) -> list[tuple[object, Any]] | None:
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, range)):
         return list(enumerate(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
+        return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if hasattr(value, f.name)]
     return None
 
 

@@ -34,9 +34,9 @@ from torch.utils.data import ConcatDataset, Subset
 from hotset.dataset.format_transform import format_of
 from hotset.determinism.fingerprint.fingerprint import fingerprint
 from hotset.determinism.libraries import torch_nn
-from hotset.determinism.objects.object_graph import solid_base
 from hotset.determinism.objects.safe_access import attributes_of, dict_of, length, set_attribute, values_of
 from hotset.determinism.verdict import library_of
+from hotset.store.leaves.instances import solid_base
 
 __all__ = [
     "TRANSFORM_NAMES",

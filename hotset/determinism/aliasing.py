@@ -37,7 +37,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hotset.determinism.objects.object_graph import attributes, solid_base
+from hotset.determinism.objects.object_graph import attributes
+from hotset.store.leaves.instances import is_plain, solid_base
 
 __all__ = ["copied", "owned", "owns_all"]
 
@@ -213,6 +214,8 @@ def _copy(value: Any, memo: dict[int, Any], refused: Callable[[object, Exception
         memo[id(value)] = made = _copy_of_tensor(value)
         if held := vars(value):  # which the program has set: ``picture.spacing = (1, 1, 3)``
             vars(made).update(_copy(held, memo, refused))
+    elif is_plain(kind) and not attributes(value):
+        made = value  # it marks something by its identity alone: MISSING = object()
     else:
         made = _copy_of_object(value, memo, refused)
     return made

@@ -44,9 +44,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hotset.determinism.objects.object_graph import attributes, solid_base
+from hotset.determinism.objects.object_graph import attributes
 from hotset.determinism.objects.safe_access import is_a, shown
 from hotset.store.leaves.codecs import given_codec
+from hotset.store.leaves.instances import solid_base
 
 __all__ = ["array_bytes", "content_digests", "integers_of", "same"]
 

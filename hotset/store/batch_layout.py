@@ -171,10 +171,10 @@ class BatchTree:
             return lambda c, v: make((key, part(c, v)) for key, part in zip(group.keys, parts, strict=True))
         if group.kind in ("list", "tuple"):
             return lambda c, v: [part(c, v) for part in parts]
+        cls: Any = group.type
         if group.kind == "namedtuple":
-            cls: Any = group.type
             return lambda c, v: cls(*(part(c, v) for part in parts))
-        raise NotGathered(f"it holds a {group.kind}")
+        raise NotGathered(f"it holds an object of {cls.__qualname__}")
 
     def _compile_object(self, group: Group, places: Iterator[int]) -> Part:
         """An object of which collating stacks one part, and drops the others."""

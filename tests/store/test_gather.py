@@ -461,7 +461,7 @@ REASONS: list[tuple[Make, Any, str]] = [
     (samples.ragged_pair, default_collate, "its shapes vary"),
     (none_inside, default_collate, "it holds NoneLeaf"),
     (picture, default_collate, "it holds PIL.Image:Image"),
-    (lambda i: samples.Record(torch.zeros(2), i), default_collate, "it holds a dataclass"),
+    (lambda i: samples.Record(torch.zeros(2), i), default_collate, "it holds an object of Record"),
     (lambda i: np.zeros(3, ">f4"), default_collate, "it holds numpy's >f4"),
     (lambda i: np.full(2, "abc"), default_collate, "it holds numpy's <U3"),
     (lambda i: np.zeros(2, "M8[s]"), default_collate, "it holds numpy's <M8[s]"),

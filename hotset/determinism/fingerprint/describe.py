@@ -28,8 +28,9 @@ import numpy as np
 
 from hotset.determinism.declare import DeclaredCallable
 from hotset.determinism.fingerprint.data_files import Files
-from hotset.determinism.objects.object_graph import attributes, solid_base
+from hotset.determinism.objects.object_graph import attributes
 from hotset.determinism.objects.safe_access import hides_attributes, is_opaque
+from hotset.store.leaves.instances import solid_base
 
 __all__ = ["Describer", "Handler"]
 

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hotset.determinism.objects.object_graph import attributes, within_reach
-from hotset.determinism.objects.safe_access import attributes_of, dict_of, set_attribute, slots_of
+from hotset.determinism.objects.safe_access import attributes_of, dict_of, set_attribute
+from hotset.store.leaves.instances import slots_of
 
 __all__ = ["Changed", "NearAttributes", "put_back"]
 

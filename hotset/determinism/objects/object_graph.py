@@ -8,8 +8,7 @@ object, and never copies.
 :func:`attributes` reads one object from outside: its own ``__getattr__``, properties and ``__eq__`` do not
 run. An object written in Python *is* its attributes: its ``__dict__`` and its slots. One with a base written
 in C (``datetime``, ``Decimal``, a pyarrow table) also holds data that only that base can read.
-:func:`solid_base` tells the two apart, much as ``copyreg`` does: it is the first base that was not made by a
-``class`` statement.
+:func:`~hotset.store.leaves.instances.solid_base` tells the two apart.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ from hotset.determinism.objects.code_dependencies import (
     loaded_globals,
     names_in,
 )
-from hotset.determinism.objects.safe_access import is_opaque, shown, slots_of, values_of
+from hotset.determinism.objects.safe_access import is_opaque, shown, values_of
+from hotset.store.leaves.instances import slots_of
 
-__all__ = ["attributes", "held_objects", "loaded_by", "reached_by_code", "solid_base", "within_reach"]
+__all__ = ["attributes", "held_objects", "loaded_by", "reached_by_code", "within_reach"]
 
 Kinds = tuple[type, ...]
 
 _CONTAINERS: tuple[Any, ...] = (dict, list, tuple, set, frozenset, deque)
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
-_HEAP_TYPE = 1 << 9
 _NAMED = (type, types.FunctionType)
 _CALLED = (types.MethodType, functools.partial, staticmethod, classmethod)
 _OBJECTS = 50_000
@@ -299,29 +298,3 @@ def attributes(obj: object) -> dict[str, Any]:
     with contextlib.suppress(Exception):  # it has only slots, or no attributes, or hides them
         found.update(object.__getattribute__(obj, "__dict__"))
     return {name: value for name, value in found.items() if not str(name).startswith("_hotset")}
-
-
-def solid_base(cls: type) -> type:
-    """Return the nearest base of ``cls`` that was written in C; ``object`` for a class wholly in Python.
-
-    Example:
-        >>> class Text(str): ...
-        >>> solid_base(Text), solid_base(types.SimpleNamespace)
-        (<class 'str'>, <class 'types.SimpleNamespace'>)
-        >>> from torch.utils.data import Dataset
-        >>> solid_base(Dataset)
-        <class 'object'>
-    """
-    for base in cls.__mro__:
-        if not base.__flags__ & _HEAP_TYPE:
-            return base
-        # A type that C code made at run time is a heap type as well, but has an allocator of its own.
-        new = vars(base).get("__new__")
-        if isinstance(new, types.BuiltinMethodType) and new.__self__ is base:
-            return base
-        # Some of these have no constructor; a `class` statement gives attributes or slots. One that is no
-        # larger than an object (typing.Generic, from Python 3.12 on) adds nothing but methods.
-        larger = base.__basicsize__ > object.__basicsize__
-        if larger and base.__base__ is object and not vars(base).keys() & {"__dict__", "__slots__"}:
-            return base
-    return object

@@ -27,9 +27,10 @@ kind. A container is one by its type: a proxy of a list has no elements of its o
 from __future__ import annotations
 
 import contextlib
-import types
 from collections import deque
 from typing import Any
+
+from hotset.store.leaves.instances import slots_of
 
 __all__ = [
     "UNSET",
@@ -43,7 +44,6 @@ __all__ = [
     "length",
     "set_attribute",
     "shown",
-    "slots_of",
     "values_of",
 ]
 
@@ -110,28 +110,6 @@ def dict_of(value: object) -> dict[str, Any] | None:
     except Exception:  # of the object's own code
         return None
     return held if issubclass(type(held), dict) else None
-
-
-def slots_of(value: object) -> dict[str, types.MemberDescriptorType]:
-    """What reads and sets the slots that the classes of an object declare, by name.
-
-    Members of a type written in C are not safe to read: one of functools.partial reads half a pointer.
-
-    Example:
-        >>> class Point:
-        ...     __slots__ = ("x", "__weakref__")
-        >>> slots_of(Point())
-        {'x': <member 'x' of 'Point' objects>}
-    """
-    found: dict[str, types.MemberDescriptorType] = {}
-    try:
-        for cls in reversed(type(value).__mro__):
-            for name, member in list(vars(cls).items()) if "__slots__" in vars(cls) else ():
-                if isinstance(member, types.MemberDescriptorType):
-                    found[name] = member
-    except Exception:  # of a metaclass
-        return {}
-    return found
 
 
 def attributes_of(value: object) -> dict[str, Any] | None:

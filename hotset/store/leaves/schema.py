@@ -34,6 +34,7 @@ from hotset.store.format import LINE, RECORD_HEADER, TAIL, tail_word
 from hotset.store.leaves.array_leaf import ArrayLeaf
 from hotset.store.leaves.codecs import codec_named, codec_of
 from hotset.store.leaves.find_leaf import leaf_from_json, leaf_of
+from hotset.store.leaves.instances import is_plain, make_instance, plain_attributes
 from hotset.store.leaves.leaf import Leaf, SchemaMismatch, Shape
 from hotset.store.leaves.python_leaves import EnumLeaf, NumbersLeaf, TextLeaf, name_of_type
 
@@ -324,10 +325,10 @@ class Group:
     """An inner node of the tree.
 
     Attributes:
-        kind: ``dict``, ``OrderedDict``, ``list``, ``tuple``, ``namedtuple``, ``dataclass`` or ``object``.
-        keys: a dict's keys or the fields' names, in order; empty for lists and tuples.
+        kind: ``dict``, ``OrderedDict``, ``list``, ``tuple``, ``namedtuple``, ``instance`` or ``object``.
+        keys: a dict's keys, or the names of fields or attributes, in order; empty for lists and tuples.
         children: the nodes below, one for each key or position.
-        type: the class of a namedtuple or dataclass; an object's codec is known by :attr:`codec`.
+        type: the class of a namedtuple or instance; an object's codec is known by :attr:`codec`.
         codec: name of the codec (kind ``object``; then there is one child, the flattened tree).
     """
 
@@ -365,9 +366,9 @@ _MAKERS: dict[str, Callable[[Group, Iterable[tuple[Any, ...]]], Iterable[Any]]] 
     "OrderedDict": lambda group, parts: [OrderedDict(zip(group.keys, v, strict=True)) for v in parts],
     "list": lambda group, parts: map(list, parts),
     "tuple": lambda group, parts: parts,
-    # Not the constructor, as for dataclasses: a __new__ of the user may change what was stored.
+    # Not the constructor, as for instances: a __new__ of the user may change what was stored.
     "namedtuple": lambda group, parts: [tuple.__new__(_type(group), values) for values in parts],
-    "dataclass": lambda group, parts: [_make_dataclass(group, values) for values in parts],
+    "instance": lambda group, parts: [make_instance(_type(group), group.keys, values) for values in parts],
     "object": lambda group, parts: [_codec(group).unflatten(value) for (value,) in parts],
 }
 
@@ -375,14 +376,6 @@ _MAKERS: dict[str, Callable[[Group, Iterable[tuple[Any, ...]]], Iterable[Any]]] 
 def _type(group: Group) -> type[Any]:
     assert group.type is not None
     return group.type
-
-
-def _make_dataclass(group: Group, values: tuple[Any, ...]) -> Any:
-    # Not the constructor: fields with init=False and __post_init__ would change what was stored.
-    made: Any = object.__new__(_type(group))
-    for key, value in zip(group.keys, values, strict=True):
-        object.__setattr__(made, key, value)
-    return made
 
 
 def _codec(group: Group) -> Any:
@@ -404,26 +397,8 @@ def _kind_of(value: object) -> tuple[str, tuple[Any, ...], list[Any]] | None:
         if getattr(value, "__dict__", None) or len(kind._fields) != len(value):
             return None  # a subclass that keeps more than its fields
         return "namedtuple", kind._fields, list(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = tuple(field.name for field in dataclasses.fields(value))
-        if kind.__new__ is object.__new__ and _state(value) == set(names):
-            return "dataclass", names, [getattr(value, name) for name in names]
-    return None
-
-
-def _state(value: object) -> set[str]:
-    """Names of all that an object keeps, in its ``__dict__`` or in slots."""
-    slots = {
-        name
-        for cls in type(value).__mro__
-        for name in _as_tuple(cls.__dict__.get("__slots__", ()))
-        if name not in ("__dict__", "__weakref__") and hasattr(value, name)
-    }
-    return set(getattr(value, "__dict__", ())) | slots
-
-
-def _as_tuple(names: Any) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names)
+    held = plain_attributes(value)
+    return ("instance", tuple(held), list(held.values())) if held is not None else None
 
 
 def infer(value: object, keep_order: bool, where: str) -> Node:
@@ -458,7 +433,7 @@ def infer(value: object, keep_order: bool, where: str) -> Node:
         infer(part, keep_order, f"{where}[{key!r}]")
         for key, part in zip(keys or range(len(values)), values, strict=True)
     )
-    return Group(kind, keys, children, type(value) if kind in ("namedtuple", "dataclass") else None)
+    return Group(kind, keys, children, type(value) if kind in ("namedtuple", "instance") else None)
 
 
 def _parts(group: Group, value: object, where: str) -> list[Any]:
@@ -584,11 +559,12 @@ def from_json(described: Any) -> Node:
     children = tuple(from_json(child) for child in described["children"])
     keys = tuple(_key_from_json(key) for key in described["keys"])
     cls = None
-    if kind in ("namedtuple", "dataclass"):
+    if kind in ("namedtuple", "instance"):
         cls = _import(name, kind)
-        _require(keys == _fields(cls, kind), f"{name} has other fields than the schema")
-    if kind in ("dict", "OrderedDict"):
-        _require(len(set(keys)) == len(keys), "a dict has a key twice")
+        agree = all(type(key) is str for key in keys) if kind == "instance" else keys == _fields(cls)
+        _require(agree, f"{name} has other fields than the schema")
+    if kind in ("dict", "OrderedDict", "instance"):
+        _require(len(set(keys)) == len(keys), "a dict has a key twice, or an object an attribute")
     if kind == "object":
         _require(isinstance(codec, str) and not keys and len(children) == 1, "an object must have one tree")
     elif kind in ("list", "tuple"):
@@ -598,8 +574,8 @@ def from_json(described: Any) -> Node:
     return Group(kind, keys, children, cls, codec if kind == "object" else None)
 
 
-def _fields(cls: Any, kind: str) -> tuple[str, ...]:
-    return tuple(cls._fields) if kind == "namedtuple" else tuple(f.name for f in dataclasses.fields(cls))
+def _fields(cls: Any) -> tuple[str, ...]:
+    return tuple(cls._fields)
 
 
 def _require(fits: bool, why: str) -> None:
@@ -624,7 +600,7 @@ def _import(name: str, kind: str) -> type:
         found = getattr(found, part)
     fits = isinstance(found, type) and (
         (kind == "namedtuple" and issubclass(found, tuple) and hasattr(found, "_make"))
-        or (kind == "dataclass" and dataclasses.is_dataclass(found))
+        or (kind == "instance" and is_plain(found))
         or (kind == "enum" and issubclass(found, enum.Enum))
     )
     _require(fits, f"{name} must be a class of kind {kind}")

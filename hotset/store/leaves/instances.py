@@ -1,0 +1,117 @@
+"""What an object of a class of Python's is made of.
+
+An object of a class that was made by a ``class`` statement *is* its attributes: its ``__dict__`` and its
+slots. One with a base written in C (``datetime``, ``Decimal``, a pyarrow table) also holds data that only
+that base can read. :func:`solid_base` tells the two apart, much as ``copyreg`` does.
+
+So an object of the first kind is stored as its attributes, and made again of them without its constructor,
+which may change what was stored. That holds for dataclasses, for a tokenizer's ``BatchEncoding`` and for
+features of a class of the user's own. It does not hold where another object with the same attributes is not
+the same:
+
+- one without attributes marks something by its identity alone (``MISSING = Missing()``);
+- an iterator goes on from where it is;
+- a class with a ``__new__`` or ``__del__`` counts its objects, or frees what they hold.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+__all__ = ["is_plain", "make_instance", "plain_attributes", "slots_of", "solid_base"]
+
+_HEAP_TYPE = 1 << 9
+
+
+def solid_base(cls: type) -> type:
+    """Return the nearest base of ``cls`` that was written in C; ``object`` for a class wholly in Python.
+
+    Example:
+        >>> class Text(str): ...
+        >>> solid_base(Text), solid_base(types.SimpleNamespace)
+        (<class 'str'>, <class 'types.SimpleNamespace'>)
+        >>> from torch.utils.data import Dataset
+        >>> solid_base(Dataset)
+        <class 'object'>
+    """
+    for base in cls.__mro__:
+        if not base.__flags__ & _HEAP_TYPE:
+            return base
+        # A type that C code made at run time is a heap type as well, but has an allocator of its own.
+        new = vars(base).get("__new__")
+        if isinstance(new, types.BuiltinMethodType) and new.__self__ is base:
+            return base
+        # Some of these have no constructor; a `class` statement gives attributes or slots. One that is no
+        # larger than an object (typing.Generic, from Python 3.12 on) adds nothing but methods.
+        larger = base.__basicsize__ > object.__basicsize__
+        if larger and base.__base__ is object and not vars(base).keys() & {"__dict__", "__slots__"}:
+            return base
+    return object
+
+
+def slots_of(value: object) -> dict[str, types.MemberDescriptorType]:
+    """What reads and sets the slots that the classes of an object declare, by name.
+
+    Members of a type written in C are not safe to read: one of functools.partial reads half a pointer.
+
+    Example:
+        >>> class Point:
+        ...     __slots__ = ("x", "__weakref__")
+        >>> slots_of(Point())
+        {'x': <member 'x' of 'Point' objects>}
+    """
+    found: dict[str, types.MemberDescriptorType] = {}
+    try:
+        for cls in reversed(type(value).__mro__):
+            for name, member in list(vars(cls).items()) if "__slots__" in vars(cls) else ():
+                if isinstance(member, types.MemberDescriptorType):
+                    found[name] = member
+    except Exception:  # of a metaclass
+        return {}
+    return found
+
+
+def plain_attributes(value: object) -> dict[str, Any] | None:
+    """The attributes of an object that is nothing else; None if it is more than that, or has none.
+
+    Example:
+        >>> class Features:
+        ...     def __init__(self, ids): self.ids = ids
+        >>> plain_attributes(Features([1, 2]))
+        {'ids': [1, 2]}
+        >>> plain_attributes(3), plain_attributes(Features)
+        (None, None)
+    """
+    if not is_plain(type(value)):
+        return None
+    found: dict[str, Any] = dict(getattr(value, "__dict__", ()))
+    for name, slot in slots_of(value).items():
+        try:
+            found[name] = slot.__get__(value)
+        except AttributeError:  # it is unset
+            continue
+    return found if found and all(type(name) is str for name in found) else None
+
+
+def is_plain(cls: type[Any]) -> bool:
+    """Whether another object of this class with the same attributes is the same."""
+    new: object = cls.__new__
+    if solid_base(cls) is not object or new is not object.__new__:
+        return False
+    return not hasattr(cls, "__del__") and not issubclass(cls, Iterator)
+
+
+def make_instance(cls: type[Any], names: Iterable[str], values: Iterable[Any]) -> Any:
+    """An object of a plain class with these attributes; none of the class's code runs."""
+    made: Any = object.__new__(cls)
+    slots, held = slots_of(made), getattr(made, "__dict__", None)
+    for name, value in zip(names, values, strict=True):
+        if name in slots:
+            slots[name].__set__(made, value)
+        elif held is not None:
+            held[name] = value
+        else:
+            raise ValueError(f"{cls.__qualname__} has no attribute {name}")
+    return made
