@@ -601,6 +601,21 @@ def test_a_loaders_length_is_the_streams_before_the_first_pass_if_it_states_one(
         assert failure(lambda: len(hotset.DataLoader(stream, batch_size=8))).kind is TypeError
 
 
+class Counted(Numbers):
+    """A stream that says how long it is, as WebDataset's do by ``with_length``."""
+
+    def __len__(self) -> int:
+        return self.count
+
+
+def test_a_stream_that_says_its_length_has_it_from_the_beginning() -> None:
+    with hotset.cache(Counted(N), memory="10MiB") as stream:
+        loader = hotset.DataLoader(stream, batch_size=8)
+        assert (len(stream), len(loader)) == (N, -(-N // 8))
+        assert len(list(loader)) == len(loader) == -(-N // 8)
+        assert len(stream) == N
+
+
 class Noting(Numbers):
     """Notes which numbers it has given."""
 

@@ -33,6 +33,7 @@ from hotset.dataset.planning.plan import Plan
 from hotset.dataset.stats import Stats, stats_of
 from hotset.dataset.streams.passes import StreamPasses
 from hotset.dataset.streams.probe import is_hugging_face
+from hotset.determinism.objects.safe_access import has
 
 __all__ = ["CachedStream", "followed_passes", "passes_of"]
 
@@ -122,6 +123,8 @@ class CachedStream(DatasetProxy[T]):
         return True  # without this, Python would ask for the length, which a stream may not have
 
     def __len__(self) -> int:
+        if not self.recorded and has(self._dataset, "__len__"):
+            return len(self._dataset)  # as the stream says, which torch's loader believes, too
         self._passes.require_index("length")
         return len(self._passes.ids())
 
