@@ -56,6 +56,8 @@ LARGE = 64 << 10  # bytes of an array that is not copied to be written
 _ALIGN_TAIL = 16
 LARGEST_RECORD = 2 << 30
 _DEEPEST = 64
+# An object with more values is something that samples refer to: each record would hold a copy of it.
+_MOST_PARTS = 2_000
 # What a forged or foreign schema leads to.
 _DAMAGE = (ArithmeticError, AttributeError, ImportError, LookupError, RecursionError, TypeError, ValueError)
 _KEY_TYPES = (str, int, bool, float, type(None))
@@ -433,7 +435,14 @@ def infer(value: object, keep_order: bool, where: str) -> Node:
         infer(part, keep_order, f"{where}[{key!r}]")
         for key, part in zip(keys or range(len(values)), values, strict=True)
     )
-    return Group(kind, keys, children, type(value) if kind in ("namedtuple", "instance") else None)
+    group = Group(kind, keys, children, type(value) if kind in ("namedtuple", "instance") else None)
+    if kind == "instance" and (count := sum(1 for _ in leaves_of(group))) > _MOST_PARTS:
+        name = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise SchemaMismatch(
+            f"{where or 'the sample'}: an object of {name} that holds {count:,} values, as a vocabulary "
+            "does; leave it out of the sample"
+        )
+    return group
 
 
 def _parts(group: Group, value: object, where: str) -> list[Any]:
