@@ -89,6 +89,7 @@ class Segment:
 
     def __init__(self, fd: int, geometry: Geometry, nonce: bytes, *, named: bool) -> None:
         self.fd = fd
+        self._file = ((status := os.fstat(fd)).st_dev, status.st_ino)
         self.geometry = geometry
         self.nonce = nonce
         self.trusted = _is_in_memory(fd)
@@ -236,12 +237,25 @@ class Segment:
         To be called before the first touch: a write to a page that a full tmpfs cannot allocate is SIGBUS.
         """
         try:
-            os.posix_fallocate(self.fd, offset, length)
+            os.posix_fallocate(self._own_fd(), offset, length)
         except OSError as error:
-            if error.errno in (errno.EBADF, errno.EINVAL):
-                raise  # closed, or a length that cannot be allocated: a bug
-            return False  # the file system is full, failing, or read-only
+            if error.errno == errno.EINVAL or self.fd < 0:
+                raise  # a length that cannot be allocated, or closed: a bug
+            return False  # the file system is full, failing or read-only, or the program closed this
         return True
+
+    def _own_fd(self) -> int:
+        """The descriptor, once it is known to be this file's still.
+
+        A program that closes all descriptors (:func:`os.closerange`) may get this number for its own file.
+
+        Raises:
+            OSError: it is another file's, or nobody's.
+        """
+        status = os.fstat(self.fd)
+        if (status.st_dev, status.st_ino) != self._file:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        return self.fd
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write to the file, not through the mapping, so that its pages are not faulted in.
@@ -250,7 +264,7 @@ class Segment:
             OSError: the file system cannot store it, or this segment is closed.
         """
         while len(data):
-            written = os.pwrite(self.fd, data, offset)
+            written = os.pwrite(self._own_fd(), data, offset)
             data, offset = data[written:], offset + written
 
     def read(self, offset: int, into: memoryview) -> bool:

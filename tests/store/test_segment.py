@@ -450,6 +450,22 @@ def test_an_owner_that_closed_it_meanwhile_is_refused_and_its_attached_ones_go_o
             in_child(third)
 
 
+def test_a_file_that_has_got_its_number_is_not_written_to(tmp_path: Path) -> None:
+    """A program that closes all descriptors, as one that becomes a daemon does, gets their numbers anew."""
+    with segment() as made, (tmp_path / "mine").open("w+b") as mine:
+        kept = os.dup(made.fd)
+        os.dup2(mine.fileno(), made.fd)  # os.closerange, then open
+        try:
+            assert not made.reserve(0, 1 << 16)
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                made.write(memoryview(b"record"), 0)
+        finally:
+            os.dup2(kept, made.fd)
+            os.close(kept)
+        assert made.reserve(0, 1 << 16)
+    assert (tmp_path / "mine").stat().st_size == 0
+
+
 def test_the_headers_checksum_is_crc_32() -> None:
     with segment() as made:
         fixed = made.buffer[:76]
