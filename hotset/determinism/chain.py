@@ -76,7 +76,8 @@ def cut(chain: Any, n: int) -> tuple[list[Callable[..., Any]], list[Callable[...
         n: how many leaves go to the prefix, 0 to all.
 
     Returns:
-        (prefix, suffix), each a list of callables, empty for no leaves. Applying the prefix and then the
+        (prefix, suffix), each a list of callables, empty for no leaves; a chain without leaves is a prefix,
+        as nothing of it need run for each use. Applying the prefix and then the
         suffix equals applying the chain. They are called as the chain's containers are: albumentations' take
         keywords and return a dict. Their containers in the prefix draw nothing themselves.
 
@@ -93,7 +94,7 @@ def cut(chain: Any, n: int) -> tuple[list[Callable[..., Any]], list[Callable[...
         raise ArgumentError(f"n must be from 0 to {count}, the number of transforms in the chain, got {n}.")
     if n in (0, count):
         whole = list(chain) if isinstance(chain, (list, tuple)) else [chain]
-        before, after = ([], whole) if n == 0 else (whole, [])
+        before, after = (whole, []) if n == count else ([], whole)
     else:
         before, after = _cut(chain, n, None)
     return [without_draws(step) for step in before], after

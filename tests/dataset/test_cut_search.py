@@ -224,6 +224,21 @@ class KeepsTheFirst(Jointly):
         return self.transforms(image, image)[0], label
 
 
+class AsTuple(Jointly):
+    """Gives its chain a list, and returns the elements of what it gets, as MONAI's ZipDataset does."""
+
+    def __getitem__(self, index: int) -> Any:
+        return tuple(self.transforms(list(image_and_label(range(N)[index]))))
+
+
+def test_a_chain_without_transforms_whose_result_is_taken_apart_stays_in_the_dataset() -> None:
+    from torchvision import transforms as T
+
+    empty = T.Compose([])
+    with hotset.cache(AsTuple(empty)) as cached:
+        equal_batches(epochs(cached), epochs(AsTuple(empty)))
+
+
 def test_two_results_with_one_place_in_the_sample_are_not_put_back_there() -> None:
     """The live part's first result would be lost to its second."""
     from torchvision.transforms import v2
