@@ -57,6 +57,8 @@ _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, 
 _WHOLE = (*_CODE, enum.Enum, PurePath)
 _ORDERED = (list, tuple, deque)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Pairs that were compared, or are being, by their ids: a graph of objects has more paths than nodes.
+_Entered = dict[tuple[int, int], tuple[Any, Any]]
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 60
 
@@ -81,7 +83,7 @@ def same(a: object, b: object, *, across: bool = False) -> str | None:
         True
     """
     try:
-        return _compare(a, b, "", set(), across)
+        return _compare(a, b, "", {}, across)
     except RecursionError:
         return "nested too deeply to be compared"
 
@@ -94,12 +96,12 @@ def content_digests(sample: object) -> dict[str, bytes]:
     are none of a sample that is nested too deeply to be walked through.
     """
     try:
-        return dict(_digests(sample, "", set()))
+        return dict(_digests(sample, "", {}))
     except RecursionError:
         return {}
 
 
-def _compare(a: Any, b: Any, where: str, entered: set[tuple[int, int]], across: bool) -> str | None:
+def _compare(a: Any, b: Any, where: str, entered: _Entered, across: bool) -> str | None:
     if type(a) is not type(b):
         return _at(where, _two_types(type(a), type(b)))
     if a is b or (id(a), id(b)) in entered:
@@ -108,22 +110,19 @@ def _compare(a: Any, b: Any, where: str, entered: set[tuple[int, int]], across: 
     return None if isinstance(found, _Unknown) and _described_alike(a, b, across) else found
 
 
-def _difference(a: Any, b: Any, where: str, entered: set[tuple[int, int]], across: bool) -> str | None:
+def _difference(a: Any, b: Any, where: str, entered: _Entered, across: bool) -> str | None:
     """How two nodes of one type differ, themselves or in their children."""
     what = _own_difference(a, b)
     if what is not None:
         return _at(where, what)
-    entered.add((id(a), id(b)))
-    try:
-        for (label, left), (_, right) in zip(_children(a), _children(b), strict=True):
-            if across and _is_trace_address(a, label):
-                continue
-            found = _compare(left, right, where + label, entered, across)
-            if found is not None:
-                return found
-    finally:
-        # Ids count only while this pair is compared: afterwards another object may have one of them.
-        entered.discard((id(a), id(b)))
+    entered[id(a), id(b)] = a, b  # they stay alive, or other objects would have their ids
+    for (label, left), (_, right) in zip(_children(a), _children(b), strict=True):
+        if across and _is_trace_address(a, label):
+            continue
+        found = _compare(left, right, where + label, entered, across)
+        if found is not None:
+            del entered[id(a), id(b)]
+            return found
     return None
 
 
@@ -394,7 +393,7 @@ def _content(node: Any) -> Any:
     return None
 
 
-def _digests(node: Any, where: str, entered: set[int]) -> Iterator[tuple[str, bytes]]:
+def _digests(node: Any, where: str, entered: dict[int, Any]) -> Iterator[tuple[str, bytes]]:
     """The places of a node and its children that have content of their own, each with a digest of it."""
     if id(node) in entered:
         return
@@ -406,10 +405,9 @@ def _digests(node: Any, where: str, entered: set[int]) -> Iterator[tuple[str, by
         content = None
     if content is not None:
         yield where, hashlib.blake2b(content, digest_size=16).digest()
-    entered.add(id(node))
     for label, child in _shown_children(node):
+        entered[id(node)] = node
         yield from _digests(child, where + label, entered)
-    entered.discard(id(node))
 
 
 def _shown_children(node: Any) -> Iterator[tuple[str, Any]]:

@@ -177,7 +177,7 @@ def _recent_form(sample: object) -> tuple[bytes, Schema, Prepared] | None:
 
 
 def _new_form(sample: object) -> tuple[bytes, Schema, Prepared]:
-    described = to_json(varied(infer(sample, True, "")))
+    described = to_json(varied(infer(sample, True)))
     form = zlib.compress(json.dumps(described, separators=(",", ":")).encode(), 1)
     try:
         own = _schema_of(form)  # as its readers will have it

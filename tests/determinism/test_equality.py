@@ -272,6 +272,19 @@ def test_cycles_end() -> None:
     assert same(ring(1), ring(2)) == "at [0]: 1 and 2"
 
 
+def test_a_graph_of_objects_with_many_paths_is_compared_in_time() -> None:
+    def graph(last: int) -> Record:
+        nodes = [Record(number, []) for number in range(20)]
+        for node in nodes:
+            node.extra = list(nodes)  # type: ignore[attr-defined]
+        nodes[-1].extra.append(last)  # type: ignore[attr-defined]
+        return nodes[0]
+
+    assert same(graph(1), graph(1)) is None
+    assert "1 and 2" in (same(graph(1), graph(2)) or "")
+    assert content_digests(graph(1)) == content_digests(graph(1)) != content_digests(graph(2))
+
+
 def test_one_attribute_more_is_a_difference() -> None:
     left, right = Record(1, 2), Record(1, 2)
     right.extra = 3  # type: ignore[attr-defined]

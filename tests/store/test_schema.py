@@ -545,6 +545,19 @@ def _set(value: Any, **attributes: Any) -> Any:
     return value
 
 
+def _family() -> list[Any]:
+    parent = Features(1)
+    return [parent, _set(Features(2), parent=parent)]
+
+
+def _layers() -> Features:
+    """Objects that many more paths lead to than there are."""
+    made = Features(1)
+    for _ in range(40):
+        made = _set(Features(1), left=made, right=made)
+    return made
+
+
 ODD_OBJECTS = {
     "a field that is not set yet": [Late(1), _set(Late(1), cache=2)],
     "a field that the constructor counts up": [Counted(3)],
@@ -562,6 +575,44 @@ ODD_OBJECTS = {
 def test_objects_that_hold_more_than_a_schema_sees_are_kept_or_refused(what: str) -> None:
     values = ODD_OBJECTS[what]
     assert all_exchanged((one, two) for one in values for two in values) == []
+
+
+class Slots:
+    """Finds all other attributes in a dict, and so ``__dict__`` and, before it has that dict, the dict."""
+
+    __slots__ = ("_held",)
+
+    def __init__(self, **held: Any) -> None:
+        self._held = held
+
+    def __getattr__(self, name: str) -> Any:
+        return self._held[name]
+
+
+class Shows:
+    """Shows another ``__dict__`` than it has."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __getattribute__(self, name: str) -> Any:
+        return {"shown": 1} if name == "__dict__" else object.__getattribute__(self, name)
+
+
+def test_the_attributes_of_an_object_are_read_and_set_without_its_code() -> None:
+    schema = Schema.infer([Slots(x=1)], keep_order=True)
+    assert [each.x for each in records(schema, [Slots(x=1), Slots(x=2)])] == [1, 2]
+    (made,) = records(Schema.infer([Shows(3)], keep_order=True), [Shows(3)])
+    assert made.number == 3
+
+
+def test_a_class_that_has_other_slots_by_now_is_refused_before_anything_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    described = Schema.infer([Slots(x=1)], keep_order=True).to_json()
+    monkeypatch.setattr(sys.modules[__name__], "Slots", type("Slots", (), {"__slots__": ("other",)}))
+    with pytest.raises(SegmentError, match="_held"):
+        Schema.from_json(described)
 
 
 UNCACHEABLE: list[tuple[Any, str]] = [
@@ -583,7 +634,13 @@ UNCACHEABLE: list[tuple[Any, str]] = [
         (each, f"the sample: an object of test_schema.{type(each).__name__}; hotset.register_codec makes")
         for each in (Once(3), Freed(), Missing(), Countdown(), Attributed(x=1))
     ),
-    ([_set(Features(1), words=["word"] * 3_000)], "[0]: an object of test_schema.Features that holds 3,002"),
+    ([_set(Features(1), words=["word"] * 3_000)], "[0]['words']: more than 2,000 values in objects"),
+    (_family(), "[1]['parent']: the same object of test_schema.Features again"),
+    (
+        _set(Features(1), a={0: (edge := {"weight": 1})}, b=[edge]),
+        "['b'][0]: the same object of builtins.dict",
+    ),
+    (_layers(), "['left']"),
     (_set(Features(1), lock=threading.Lock()), "['lock']: an object of _thread.lock"),
 ]
 

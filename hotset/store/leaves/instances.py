@@ -73,6 +73,15 @@ def slots_of(value: object) -> dict[str, types.MemberDescriptorType]:
     return found
 
 
+def _dict_of(value: object) -> dict[str, Any] | None:
+    """The ``__dict__`` of an object, itself: not what its class shows in its place."""
+    for cls in type(value).__mro__:
+        member = vars(cls).get("__dict__")
+        if isinstance(member, types.GetSetDescriptorType):
+            return member.__get__(value)  # type: ignore[no-any-return]
+    return None
+
+
 def plain_attributes(value: object) -> dict[str, Any] | None:
     """The attributes of an object that is nothing else; None if it is more than that, or has none.
 
@@ -86,7 +95,7 @@ def plain_attributes(value: object) -> dict[str, Any] | None:
     """
     if not is_plain(type(value)):
         return None
-    found: dict[str, Any] = dict(getattr(value, "__dict__", ()))
+    found: dict[str, Any] = dict(_dict_of(value) or ())
     for name, slot in slots_of(value).items():
         try:
             found[name] = slot.__get__(value)
@@ -106,7 +115,7 @@ def is_plain(cls: type[Any]) -> bool:
 def make_instance(cls: type[Any], names: Iterable[str], values: Iterable[Any]) -> Any:
     """An object of a plain class with these attributes; none of the class's code runs."""
     made: Any = object.__new__(cls)
-    slots, held = slots_of(made), getattr(made, "__dict__", None)
+    slots, held = slots_of(made), _dict_of(made)
     for name, value in zip(names, values, strict=True):
         if name in slots:
             slots[name].__set__(made, value)

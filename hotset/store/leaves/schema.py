@@ -161,7 +161,7 @@ class Schema:
             if best is not None and best._fits(sample):
                 continue  # its form would be the same
             try:
-                tree = infer(sample, keep_order, "")
+                tree = infer(sample, keep_order)
             except SchemaMismatch as mismatch:
                 refused = refused or mismatch
                 continue
@@ -403,46 +403,88 @@ def _kind_of(value: object) -> tuple[str, tuple[Any, ...], list[Any]] | None:
     return ("instance", tuple(held), list(held.values())) if held is not None else None
 
 
-def infer(value: object, keep_order: bool, where: str) -> Node:
-    try:
-        leaf = leaf_of(value, keep_order=keep_order)
-        if leaf is not None:
-            leaf.check(value)  # what a kind cannot hold (an int of 100 bits) shows here
-            return leaf
-        codec = codec_of(value)
-        if codec is not None:
-            return Group("object", (), (infer(codec.flatten(value), keep_order, where),), None, codec.name)
-    except SchemaMismatch as mismatch:
-        raise SchemaMismatch(f"{where or 'the sample'}: {mismatch}") from None
-    parts = _kind_of(value)
-    if parts is None:
-        if isinstance(value, enum.Enum):
-            leaf = EnumLeaf(type(value))
-            leaf.check(value)
-            return leaf
-        name = f"{type(value).__module__}.{type(value).__qualname__}"
-        raise SchemaMismatch(
-            f"{where or 'the sample'}: an object of {name}; hotset.register_codec makes it cacheable"
+def infer(value: object, keep_order: bool) -> Node:
+    """The tree of a sample.
+
+    Raises:
+        SchemaMismatch: it cannot be cached; says where and why.
+    """
+    return _Inference(keep_order).node(value, "")
+
+
+class _Inference:
+    """Infers the tree of one sample.
+
+    A list that occurs twice comes back as two lists that are equal. Two objects may not be, and programs
+    ask whether ``a.parent is b``. So none may occur twice, nor a container that objects hold: a graph of
+    objects is no tree of values.
+    """
+
+    def __init__(self, keep_order: bool) -> None:
+        self._keep_order = keep_order
+        self._met: dict[int, object] = {}  # by id: containers and objects
+        self._held = 0  # values in objects
+
+    def node(self, value: object, where: str, in_object: bool = False) -> Node:
+        place = where or "the sample"
+        try:
+            leaf = leaf_of(value, keep_order=self._keep_order)
+            if leaf is not None:
+                leaf.check(value)  # what a kind cannot hold (an int of 100 bits) shows here
+                return leaf
+            codec = codec_of(value)
+            if codec is not None:
+                child = self.node(codec.flatten(value), where, in_object)
+                return Group("object", (), (child,), None, codec.name)
+        except SchemaMismatch as mismatch:
+            raise SchemaMismatch(f"{place}: {mismatch}") from None
+        parts = _kind_of(value)
+        if parts is None:
+            if isinstance(value, enum.Enum):
+                leaf = EnumLeaf(type(value))
+                leaf.check(value)
+                return leaf
+            raise SchemaMismatch(
+                f"{place}: an object of {_full_name(value)}; hotset.register_codec makes it cacheable"
+            )
+        kind, keys, values = parts
+        if any(type(key) not in _KEY_TYPES and not isinstance(key, enum.Enum) for key in keys):
+            raise SchemaMismatch(f"{place}: a dict with keys that are neither text nor numbers")
+        if any(key != key for key in keys):
+            raise SchemaMismatch(f"{place}: a dict with NaN as a key, which is equal to no other")
+        if where.count("[") > _DEEPEST:
+            raise SchemaMismatch("a sample that is nested too deeply, or contains itself")
+        in_object = in_object or kind == "instance"
+        if in_object:
+            self._enter(value, len(values), place)
+        self._met[id(value)] = value
+        children = tuple(
+            self.node(part, f"{where}[{key!r}]", in_object)
+            for key, part in zip(keys or range(len(values)), values, strict=True)
         )
-    kind, keys, values = parts
-    if any(type(key) not in _KEY_TYPES and not isinstance(key, enum.Enum) for key in keys):
-        raise SchemaMismatch(f"{where or 'the sample'}: a dict with keys that are neither text nor numbers")
-    if any(key != key for key in keys):
-        raise SchemaMismatch(f"{where or 'the sample'}: a dict with NaN as a key, which is equal to no other")
-    if where.count("[") > _DEEPEST:
-        raise SchemaMismatch("a sample that is nested too deeply, or contains itself")
-    children = tuple(
-        infer(part, keep_order, f"{where}[{key!r}]")
-        for key, part in zip(keys or range(len(values)), values, strict=True)
-    )
-    group = Group(kind, keys, children, type(value) if kind in ("namedtuple", "instance") else None)
-    if kind == "instance" and (count := sum(1 for _ in leaves_of(group))) > _MOST_PARTS:
-        name = f"{type(value).__module__}.{type(value).__qualname__}"
-        raise SchemaMismatch(
-            f"{where or 'the sample'}: an object of {name} that holds {count:,} values, as a vocabulary "
-            "does; leave it out of the sample"
-        )
-    return group
+        return Group(kind, keys, children, type(value) if kind in ("namedtuple", "instance") else None)
+
+    def _enter(self, value: object, count: int, place: str) -> None:
+        """Note an object, or a container that one holds.
+
+        Raises:
+            SchemaMismatch: it cannot be cached.
+        """
+        if id(value) in self._met and not isinstance(value, tuple):
+            raise SchemaMismatch(
+                f"{place}: the same object of {_full_name(value)} again, which a copy could not be; "
+                "hotset.register_codec makes objects that refer to it cacheable"
+            )
+        self._held += count
+        if self._held > _MOST_PARTS:
+            raise SchemaMismatch(
+                f"{place}: more than {_MOST_PARTS:,} values in objects, as a vocabulary has; leave them out "
+                "of the sample"
+            )
+
+
+def _full_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _parts(group: Group, value: object, where: str) -> list[Any]:
@@ -572,6 +614,8 @@ def from_json(described: Any) -> Node:
         cls = _import(name, kind)
         agree = all(type(key) is str for key in keys) if kind == "instance" else keys == _fields(cls)
         _require(agree, f"{name} has other fields than the schema")
+        if kind == "instance":
+            make_instance(cls, keys, keys)  # raises if the class has other slots by now
     if kind in ("dict", "OrderedDict", "instance"):
         _require(len(set(keys)) == len(keys), "a dict has a key twice, or an object an attribute")
     if kind == "object":
