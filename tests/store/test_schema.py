@@ -634,7 +634,7 @@ UNCACHEABLE: list[tuple[Any, str]] = [
         (each, f"the sample: an object of test_schema.{type(each).__name__}; hotset.register_codec makes")
         for each in (Once(3), Freed(), Missing(), Countdown(), Attributed(x=1))
     ),
-    ([_set(Features(1), words=["word"] * 3_000)], "[0]['words']: more than 2,000 values in objects"),
+    ([_set(Features(1), words=["word"] * 3_000)], "[0]['words']: more than 1,000 values in objects"),
     (_family(), "[1]['parent']: the same object of test_schema.Features again"),
     (
         _set(Features(1), a={0: (edge := {"weight": 1})}, b=[edge]),

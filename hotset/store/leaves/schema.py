@@ -57,7 +57,7 @@ _ALIGN_TAIL = 16
 LARGEST_RECORD = 2 << 30
 _DEEPEST = 64
 # An object with more values is something that samples refer to: each record would hold a copy of it.
-_MOST_PARTS = 2_000
+_MOST_PARTS = 1_000
 # What a forged or foreign schema leads to.
 _DAMAGE = (ArithmeticError, AttributeError, ImportError, LookupError, RecursionError, TypeError, ValueError)
 _KEY_TYPES = (str, int, bool, float, type(None))
