@@ -5,6 +5,7 @@
 ``target_transform``  of the label
 ``transforms``        of both at once, called with two values (torchvision's detection datasets); if it only
                       holds the two others, as torchvision makes it from them, those are used
+``_transforms``       the same, in DETR and torchvision's references; used if the dataset calls it
 any other             that holds a transform or container which a library's structure gives away: LeRobot's
                       ``image_transforms``. Whether the dataset calls it shows when samples are read; a
                       ``torch.nn`` module may be a network, and does not count
@@ -316,7 +317,8 @@ def _others(dataset: Any) -> list[tuple[str, Any]]:
     return [
         (name, value)
         for name, value in list(held.items())
-        if name not in TRANSFORM_NAMES and not name.startswith("__") and _is_known(value)
+        if name not in TRANSFORM_NAMES and not name.startswith("__")
+        if _is_known(value) or (name == "_transforms" and callable(value))
     ]
 
 

@@ -207,6 +207,24 @@ def test_a_chain_of_two_values_is_cut(transforms: Any, live: tuple[str, ...]) ->
         equal_batches(epochs(cached), epochs(Jointly(transforms)))
 
 
+class OfDetr(Jointly):
+    """Holds the chain as DETR and torchvision's references do."""
+
+    def __init__(self, transforms: Any) -> None:
+        super().__init__(None)
+        self._transforms = transforms
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = image_and_label(range(N)[index])
+        return self._transforms(image, {"boxes": torch.full((4,), float(label))})
+
+
+def test_a_chain_of_two_values_with_the_name_of_detr_is_cut() -> None:
+    with hotset.cache(OfDetr(jitter_both)) as cached:
+        assert cached.plan.live == ("jitter_both",)
+        equal_batches(epochs(cached), epochs(OfDetr(jitter_both)))
+
+
 def first_for_both(image: torch.Tensor, other: torch.Tensor) -> Any:
     return image, image
 
