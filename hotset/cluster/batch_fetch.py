@@ -111,8 +111,6 @@ class BatchFetch:
     Args:
         peers: the other machines; no other thread asks them meanwhile.
         cache: as machines agree on it.
-        store: this machine's part of it.
-        read: the source and its prefix.
         keeps: whether this many records that others sent are kept here.
     """
 
@@ -350,8 +348,6 @@ def pack(
     first line and its generation: both are zero, and the store that takes the record in writes its own.
 
     Args:
-        cache: whose samples they are.
-        schema: of its samples.
         samples: by sample id. Those that cannot be stored are absent, and those beyond one message's size.
         absent: ids of further samples that are absent.
 

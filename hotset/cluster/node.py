@@ -69,7 +69,6 @@ class Node:
     """A machine's part in a session that several share; a context manager.
 
     Args:
-        name: of the session.
         memory: bytes that it may hold here, if it has to be made; None: half of what is free.
         host: this machine's address in the cluster, to which alone it is bound.
         beat: sends a heartbeat to the directory, and returns the reply.

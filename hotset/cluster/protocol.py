@@ -272,7 +272,6 @@ def parse_records(
     """Read entries, rows and tails; views of the frames, to be verified (:meth:`WireRecords.verified`).
 
     Args:
-        head: of the message.
         frames: its last three; of a put's answer, its last one.
         ids: of the samples that it is about, ``head.samples``.
         cache: whose records they are.

@@ -67,11 +67,9 @@ class ActiveWindow:
     """The window over one dataset, as this process sees it.
 
     Args:
-        sizes: the window's sizes.
         wait, prefill: see :class:`Window`.
         attachment: how this process reaches the ring that holds the entries, if anything can be cached.
         read: returns the sample at an index of the dataset, up to the cut.
-        name: the dataset's name, for warnings.
     """
 
     def __init__(
@@ -183,7 +181,6 @@ class ActiveWindow:
         Args:
             epoch: its number; the current one has no effect.
             processes: how many prefetch workers to start, if there are none yet.
-            context: the multiprocessing context that starts them.
 
         Warns:
             HotsetWarning: samples are late; once for all processes.

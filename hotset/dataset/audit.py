@@ -49,7 +49,6 @@ class Audit:
     """Decides in one process when to audit, and does it. It pickles, for the workers of a job.
 
     Args:
-        source: the dataset and its chains, cut.
         seconds: about how long reading a sample takes.
         spent: the seconds that all processes have spent on audits of this cache before.
 
@@ -73,7 +72,6 @@ class Audit:
         """Which of a batch's hits is to be audited now; None for none.
 
         Args:
-            hits: the number of hits.
             spent: returns the seconds that all processes have spent on audits of this cache up to now.
         """
         if self._process != os.getpid():
@@ -95,10 +93,6 @@ class Audit:
         """Compare a cached sample with what the source returns now.
 
         It raises nothing and moves no generator: training goes on, whatever it finds.
-
-        Args:
-            cached: the caller's copy of the sample.
-            index: its index in the dataset.
 
         Returns:
             A warning if they differ; None if they are equal, or the sample cannot be read now.

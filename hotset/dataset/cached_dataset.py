@@ -493,7 +493,6 @@ class CachedDataset(DatasetProxy[T]):
         """Make another plan and cache after this attribute was set.
 
         Args:
-            name: of the attribute.
             noticed: whether it was set on the dataset itself, or by its method, some time before.
         """
         advice = f"; {self._if_independent()}, and set it on `.dataset`"
@@ -510,7 +509,6 @@ class CachedDataset(DatasetProxy[T]):
         """Make another plan and cache, or read uncached, after something has changed.
 
         Args:
-            what, event: what has happened.
             advice: the end of the warning that samples were dropped; None: there is none.
             noticed: whether it has happened some time before.
         """
@@ -544,7 +542,6 @@ class CachedDataset(DatasetProxy[T]):
         """Make another plan and cache; False if it is the same cache, or none can be made.
 
         Args:
-            what, event: what has happened.
             in_place: what a dataset holds has changed: a cache that it would find again holds other samples.
         """
         old = self._current
@@ -640,7 +637,6 @@ def pass_begins(caches: Sequence[CachedDataset[Any]], *, running: bool, persiste
     time what the dataset holds took 20 ms.
 
     Args:
-        caches: what the pass is over.
         running: whether the loader's workers run already, and have the dataset as it was.
         persistent: whether those that it starts now will run in its next pass.
     """

@@ -51,9 +51,6 @@ class ContentWatch:
     """Compares what samples may depend on with what it was.
 
     Args:
-        dataset: the user's dataset.
-        source: it and its chains, cut in two.
-        access: reads its samples in this process.
         moved: the attributes that reading samples changes, as ``class.name``.
     """
 

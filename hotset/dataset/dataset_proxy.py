@@ -55,12 +55,7 @@ class Own(Generic[V]):
 
 
 class DatasetProxy(Dataset[T], Generic[T]):
-    """An object in place of the user's dataset.
-
-    Args:
-        dataset: the user's.
-        arguments: those of :func:`hotset.cache`.
-    """
+    """An object in place of the user's dataset."""
 
     _dataset: Any
     _arguments = Own[CacheArguments]()

@@ -60,12 +60,6 @@ class _Parts(Dataset[_Done]):
 def fill_now(access: SampleAccess, name: str, progress: bool, num_workers: int) -> None:
     """Read all samples that are not cached, as far as there is room.
 
-    Args:
-        access: the cached dataset's.
-        name: the dataset's, shown beside the bar.
-        progress: show a bar on standard error.
-        num_workers: processes that read; 0 reads in this one.
-
     Raises:
         Exception: what the dataset raises.
     """

@@ -57,10 +57,6 @@ class Identity:
     def of(cls, pipeline: Pipeline, given: CacheArguments) -> Identity:
         """The identity of a dataset, found without reading a sample.
 
-        Args:
-            pipeline: the dataset and its chains.
-            given: the user's arguments, some of which must be the same for two ranks to share.
-
         Raises:
             OSError: see :func:`hotset.determinism.fingerprint.fingerprint.fingerprint`.
         """

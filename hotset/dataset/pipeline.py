@@ -454,7 +454,6 @@ class Chain:
     """Transforms applied one after the other, in place of a dataset's own chain.
 
     Args:
-        parts: the transforms.
         copies: apply them to copies. (``__getitem__`` holds a reference to the chain's input while it runs,
             so reference counts cannot tell whether the dataset holds one, too.)
         name: under which its calls are counted; None: they are not.

@@ -60,8 +60,6 @@ class SampleAccess:
     """Reads samples at the cut, by sample id. It pickles.
 
     Args:
-        source: reads samples that are not cached.
-        plan: the plan of the cache.
         attachment: how this process reaches the store.
         window: the running window; None if there is none.
         remote: the other machines' parts of the cache; None without other machines.
@@ -155,7 +153,6 @@ class SampleAccess:
         take the next.
 
         Args:
-            ids: what :meth:`sample_ids` returned.
             uncached: what :meth:`fill` has just returned for them, if it was called.
         """
         store = self.store
@@ -281,22 +278,14 @@ class SampleAccess:
         return found
 
     def prefetch(self, ids: Ids) -> None:
-        """Announce that these samples are needed soon: those on a disk are read ahead.
-
-        Args:
-            ids: what :meth:`sample_ids` returned.
-        """
+        """Announce that these samples are needed soon: those on a disk are read ahead."""
         store = self.any_store
         # Called in a thread, which must not warn: the warning comes with the next batch.
         if store is not None and not store.invalidated:
             store.prefetch(ids)
 
     def ask_ahead(self, ids: Ids) -> None:
-        """Announce that these samples are needed next: other machines send theirs ahead.
-
-        Args:
-            ids: what :meth:`sample_ids` returned.
-        """
+        """Announce that these samples are needed next: other machines send theirs ahead."""
         store = self.store
         if store is not None and self._remote is not None:
             self._remote.prefetch(store, ids)
@@ -371,7 +360,6 @@ class SampleAccess:
         """Count samples that this process has served from the store, and now and then audit one of them.
 
         Args:
-            ids: what :meth:`sample_ids` returned.
             less: how many of them were read for this batch.
 
         Returns:
@@ -489,9 +477,7 @@ def _shortage(store: Store, used: int, samples: int, mismatches: Collection[int]
     """Return a sentence without its full stop, which names the argument to change; None for no warning.
 
     Args:
-        store: a store that does not hold all samples.
         used: the number of samples to be cached: all, or a window's residents.
-        samples: the length of the dataset.
         mismatches: the indices of the samples that this process found uncacheable.
     """
     if store.why_full is not None:
@@ -540,7 +526,6 @@ def _first_to_warn(store: Store, what: int = Live.WARNED, said: int = 1) -> bool
     """Whether no process has given this warning yet. Workers run out of room together, and one is to warn.
 
     Args:
-        store: its live words record which warnings were given.
         what: the live word of this warning.
         said: its value once the warning was given.
     """

@@ -168,7 +168,6 @@ def seconds_in_groups(read: Callable[[list[int]], Any], alone: float, length: in
     Args:
         read: reads several samples by their indices.
         alone: the seconds for a sample that is read by itself; returned if groups are no faster.
-        length: the length of the dataset.
     """
     count = min(_GROUP, length, int(_GROUP_SECONDS / max(alone, 1e-6)))
     if count < 2:

@@ -81,11 +81,9 @@ def stats_of(
     """The statistics of a store.
 
     Args:
-        store: the cache.
         used: the number of samples that an epoch uses.
         entries: their sample ids, with a window; None for all.
         peers: the traffic between machines.
-        replaced: the number of samples that were replaced in the window.
     """
     words = store.segment.used_index if entries is None else store.words(entries)
     cached = int((words >= PRESENT).sum())

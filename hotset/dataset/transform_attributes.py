@@ -102,7 +102,6 @@ def with_transforms(dataset: Any, chains: Mapping[str, Any]) -> Any:
     """A shallow copy of a dataset, and of what it wraps, with other transforms.
 
     Args:
-        dataset: a dataset with these attributes.
         chains: the new value of each attribute, by name; other attributes keep their values.
     """
     if not chains:
@@ -172,7 +171,6 @@ class CopiedAttributes:
     Only what is set anew counts, by identity: a file that the copy has opened for itself stays.
 
     Args:
-        dataset: the user's dataset.
         twin: its copy, or the dataset itself.
 
     Example:
@@ -229,7 +227,6 @@ class Snapshot:
     A parameter that changes inside a transform is not noticed.
 
     Args:
-        dataset: the user's dataset.
         given: further transforms; the children of their containers are compared as well.
 
     Example:

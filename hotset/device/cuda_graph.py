@@ -272,7 +272,6 @@ class Step:
     own in the same memory. All others run eagerly.
 
     Args:
-        run: runs the step, given a batch.
         fn: the user's function behind it, whose closure and globals are searched for optimizers.
         graphs: captures it; None: every step is eager.
 

@@ -37,7 +37,6 @@ class BatchBuffer:
     """A block that a batch is written into, from its beginning on.
 
     Args:
-        array: the block's memory.
         size: its bytes; 0 if there is no block.
         placed: makes what the batch has in place of a tensor in the block, at an offset.
         least: bytes of the smallest tensor that is put there.

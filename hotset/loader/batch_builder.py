@@ -56,8 +56,6 @@ class BatchBuilder:
     """Builds batches that are not simply gathered.
 
     Args:
-        dataset: the user's dataset, with caches behind it.
-        route: to these caches.
         batched: whether the order gives lists of indices; if not, its elements go to the dataset as they are.
     """
 
@@ -89,7 +87,6 @@ class BatchBuilder:
         """Fill the only cache, then gather the batch if filling returned fewer than half of its samples.
 
         Args:
-            ids: the samples.
             prepare, finish: look up a batch to gather, and make it after the copy.
 
         Returns:
@@ -118,7 +115,6 @@ class LocalGather:
     """Gathers batches of one cache into this process's recycled blocks, or into page-locked memory.
 
     Args:
-        gather: how batches of the cache are made.
         sample_bytes: about how many bytes a sample takes.
         pinned: batches go to page-locked memory of torch's own allocator, because only that one knows when
             a ``.to("cuda", non_blocking=True)`` has ended, and recycles it.

@@ -38,9 +38,7 @@ class BatchOrder:
     """The batches of one epoch, as sequences of indices.
 
     Args:
-        batches: the loader's batch sampler.
         ahead: how many batches torch would draw before the first ``next()``: 0 without workers.
-        generator: the loader's generator.
         fresh: whether workers, if any, are started for this epoch (so a base seed is drawn).
         arrays: whether a batch may be an array instead of the sampler's list.
     """

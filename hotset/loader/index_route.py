@@ -178,7 +178,6 @@ def route_to(dataset: Any, *, in_part: bool = False) -> Route | None:
     """The route to the caches behind a dataset; None if there are none, or another wrapper is in between.
 
     Args:
-        dataset: the loader's.
         in_part: for a stream that is recorded in part, the route to that part.
     """
     if isinstance(dataset, CachedDataset):

@@ -78,13 +78,9 @@ class LocalBatches:
     """Iterator over one epoch's batches, made in this process.
 
     Args:
-        order: of the epoch's batches.
-        route: to the caches.
         gather: for wholly cached batches without a live part; None if no batch can be gathered.
         find_gather: looks for a gather after each of the first batches, as long as there is none: to compare
             it with collating takes a sample that is cached.
-        builder: builds all other batches.
-        collate: makes a batch of samples.
         run: counts what was consumed, for the loader's state, and the waiting.
     """
 
@@ -205,12 +201,7 @@ class LocalBatches:
     # ---- making --------------------------------------------------------------------------------------
 
     def _prefetch(self, known: int, count: int) -> int:
-        """Prefetch the next batches' samples from the disk; returns how many batches are prefetched.
-
-        Args:
-            known: how many batches are prefetched already.
-            count: how many samples a batch has.
-        """
+        """Prefetch the next batches' samples from the disk; returns how many batches are prefetched."""
         size = self._gather.size(count) if self._gather is not None else _FETCHED_AHEAD
         known, most = max(known, 0), max(_FETCHED_AHEAD // max(size, 1), 2)
         if known > most // 2:

@@ -60,9 +60,7 @@ def batches_ahead(order: WholeEpoch, number: int, workers: int) -> Ahead:
     """What to tell a worker with task ``number`` of a pass, once that task's batch was taken from the order.
 
     Args:
-        order: the rest of the pass.
         number: of the task; the workers take turns.
-        workers: how many there are.
     """
     depth = max(1, min(_BATCHES, _SAMPLES // order.batch_size))
     begins = number < workers

@@ -169,7 +169,6 @@ class Beginning:
     it decides the order.
 
     Args:
-        loader: any of torch's loaders.
         held: generators that the dataset and its transforms hold in this process, if they are used here.
 
     Attributes:
@@ -236,7 +235,6 @@ class LocalGenerators:
     """The generators of this process that a loader's samplers and, without workers, live parts draw from.
 
     Args:
-        loader: any of torch's loaders.
         live: the generators that live parts draw from in this process; None if live parts run elsewhere.
     """
 

@@ -97,11 +97,7 @@ class EpochProgress:
         self.common = {**header, **own}
 
     def state(self, in_process: dict[str, Any]) -> dict[str, Any]:
-        """The state of a loader in the midst of this pass.
-
-        Args:
-            in_process: the present states of this process's generators.
-        """
+        """The state of a loader in the midst of this pass; ``in_process`` is that of this process's generators."""
         return {
             **self.common,
             "batches": self.batches,
@@ -116,7 +112,6 @@ class EpochProgress:
         """Count a batch that is handed over.
 
         Args:
-            samples: in it.
             start: since when the consumer has waited for it, as ``time.perf_counter()`` says it.
             shown: the samples in it for the summary, if that knows better.
         """
@@ -265,14 +260,7 @@ class SavedState:
 
 
 def header(data: dict[str, Any], cut: BatchCut, workers: int, windows: list[list[int]]) -> dict[str, Any]:
-    """The part of a state that identifies its loader.
-
-    Args:
-        data: identity of the dataset.
-        cut: how the loader cuts the order.
-        workers: how many the loader has.
-        windows: the state of each running window behind it: see :meth:`ActiveWindow.state`.
-    """
+    """The part of a state that identifies its loader."""
     return {"format": _FORMAT, "data": data, "cut": list(cut), "workers": workers, "windows": windows}
 
 
@@ -286,11 +274,8 @@ def between_passes(
     """The state of a loader between two passes, or before the first.
 
     Args:
-        header: see :func:`header`.
         last: the pass that is over, if there was one.
         fresh: whether the next pass starts workers.
-        beginning: the state that the next pass would begin from.
-        in_process: see :meth:`EpochProgress.state`.
     """
     return {
         **header,

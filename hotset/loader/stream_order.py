@@ -29,7 +29,6 @@ class StreamSampler(Sampler[int]):
     """The sampler of a loader over a cached stream.
 
     Args:
-        stream: the stream.
         shuffle: whether the order is drawn anew in each epoch.
         generator: draws it; None for torch's global one. With several ranks the epoch's number does.
 

@@ -29,7 +29,6 @@ def warn_of_order(stream: CachedStream[Any], sampler: Any, batch_size: int | Non
 
     Args:
         stream: that the pass is over.
-        sampler, batch_size: the loader's.
         is_read: whether the stream has an index, at least for a part of it.
     """
     passes = passes_of(stream)

@@ -50,14 +50,11 @@ class TorchBatches:
     To resume a pass, it makes the batches that were consumed and drops them.
 
     Args:
-        batches: the batches of the whole pass.
-        run: the pass.
         sizes: of the batches that were made and not handed over yet, as far as they are known; where they
             are not, as in the first pass over a stream, a batch counts as full.
         size: how many samples a full batch has.
         measured: whether the summary takes the size of such a batch from the batch, as torch's own
             ``default_collate`` has made it; the pass, and so its state, counts it as full all the same.
-        skip: how many batches were consumed already.
         ended: called at the end of the pass.
     """
 
@@ -126,12 +123,7 @@ def _rows(batch: Any) -> int:
 
 
 class FollowedBy:
-    """Iterator over the batches of a pass in two parts: the second is begun when the first has ended.
-
-    Args:
-        first: the first part.
-        then: begins the second.
-    """
+    """Iterator over the batches of a pass in two parts: the second is begun when the first has ended."""
 
     def __init__(self, first: Iterator[Any], then: Callable[[], Iterator[Any]]) -> None:
         self._batches = first

@@ -28,10 +28,7 @@ class WorkerBatches:
     """Iterator over one epoch's batches, made by the inner loader's workers.
 
     Args:
-        inner: the loader whose batches are messages.
         buffers: the blocks that the batches are in.
-        run: counts what was consumed, for the loader's state, and the waiting.
-        batches: the epoch's indices.
         warn: called with each warning of a worker, and with what it is about.
     """
 

@@ -134,8 +134,6 @@ class TaskSampler:
     ``iter()`` calls the user's sampler's ``iter()`` at once, as torch's loader would.
 
     Args:
-        batches: the user's batch sampler.
-        buffers: gives the blocks.
         prefetch: called with each batch's indices when they are drawn, some batches before they are needed.
         workers: how many workers take turns; 0 to tell them nothing of later batches.
     """
@@ -155,7 +153,6 @@ class TaskSampler:
         """Set the next pass.
 
         Args:
-            batches: its batch sampler.
             idle: how many idle tasks to give before its first batch, so that this goes to the worker whose
                 turn it was when the pass was interrupted.
             states: states to restore workers' generators to, by worker.
@@ -205,8 +202,6 @@ class BatchMaker(Dataset[Any]):
     """The inner loader's dataset: makes a task's batch, in a worker.
 
     Args:
-        dataset: the user's dataset, with caches behind it.
-        collate_fn: the user's.
         batched: whether the order gives lists of indices; if not, each sample is collated alone.
         idle: gets what the worker does while it has no task.
     """
@@ -359,9 +354,6 @@ class WorkerInit:
     this call, to end when the parent dies: if the parent has died already, the worker takes the process that
     adopted it for its parent, and waits for work for ever. And at its end it waits until its batches were
     read, which then no process does.
-
-    Args:
-        user: the user's function.
     """
 
     def __init__(self, user: Callable[[int], None] | None) -> None:

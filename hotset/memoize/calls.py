@@ -104,12 +104,7 @@ def _torch_modes() -> bytes:
 
 
 class Calls:
-    """The calls of one memoised function in this process.
-
-    Args:
-        function: the function.
-        options: the arguments of :func:`hotset.memo`.
-    """
+    """The calls of one memoised function in this process."""
 
     # No ``__dict__``: what looks through a dataset for its state must not find the store.
     __slots__ = (
@@ -223,8 +218,6 @@ class Calls:
         """The result that is kept under an identity, computed if there is none.
 
         Args:
-            identity: the arguments'.
-            compute: computes the result.
             describe_again: describes the arguments once more, to notice that one has changed while the
                 function ran; None if none can change.
             watched: whether the result may depend on random numbers.

@@ -26,7 +26,6 @@ class FunctionDescription:
     """The description of one function.
 
     Args:
-        function: the function.
         name: what warnings call it.
         key: what it computes, as the user says; None to describe what it reaches.
         view: whether callers get views: such results have a form of their own.

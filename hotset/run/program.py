@@ -45,8 +45,6 @@ def run_program(
     """Run ``command`` until it ends, and call ``meanwhile`` with its group of processes once it runs.
 
     Args:
-        command: the program and its arguments.
-        environment: its environment.
         say: is called with a sentence if it cannot be run.
         meanwhile: returns soon.
         stdout: the descriptor that is its standard output.

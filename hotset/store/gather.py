@@ -85,7 +85,6 @@ class MixedBatch(NamedTuple):
         """Return the batch; None if a record is missing, or a received one occurs in it more than once.
 
         Args:
-            ids: of the batch.
             words: of the index.
             received: records of different samples, all of this batch; the ids of each part ascending.
         """
@@ -231,7 +230,6 @@ class Gather:
         """Look up a batch and say what has to be copied where.
 
         Args:
-            ids: of the samples.
             memory: returns memory for that many bytes, or None if there is not enough.
             received: records that the store lacks; the caller leaves them as they are until the copy was run.
 
@@ -314,7 +312,6 @@ class Gather:
         storages of their own, though in one block.
 
         Args:
-            copy: that was run.
             place: what becomes of a finished column, and its offset in the block: the tensor, or an object
                 with a method ``unbind`` that stands for it.
             start, stop: which of the copy's samples the batch has.

@@ -139,7 +139,6 @@ class KeyTable:
 
         Args:
             key: names a result of the function.
-            function: its number.
             new: is called with the id, still under the lock, if the key had none.
         """
         with self._participant.short_lock() as held:

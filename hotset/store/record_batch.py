@@ -54,7 +54,6 @@ class RecordBatch(NamedTuple):
 
         Args:
             allocate: gives memory for that many bytes.
-            ids: of the samples.
             stride: bytes of a row.
             lines: of each record's tail; None if no record has one.
         """

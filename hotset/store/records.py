@@ -137,12 +137,9 @@ def lay_out(
     """Lay a record out, header and checksum included; returns its stamp.
 
     Args:
-        schema: of the store.
         buffer: where it goes; zeros between the leaves of its row.
         row_at, tail_at: offsets of its row and its tail.
-        prepared: the sample.
         place: of its word in the index.
-        generation: of the record.
         line: number of the tail's first line in the segment.
     """
     stamp = forms.stamp(prepared, generation)

@@ -85,7 +85,6 @@ class Slots:
         """Make empty slots in a memfd; nothing but its header is touched.
 
         Args:
-            schema: of the samples.
             samples: number of slots, at least 1.
             lines: number of 256-byte lines for tails, at least 1 if the schema has them, else 0.
             about: what the metadata says besides the schema; JSON's types only.

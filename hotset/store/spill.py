@@ -212,7 +212,6 @@ class StagedBatch:
     """A batch's records on their way out of both tiers.
 
     Args:
-        spill: the second tier.
         rows, lines: the first tier's.
         ids, words: of the batch, which all are present.
         block: gives memory for that many bytes.

@@ -144,7 +144,6 @@ class Store:
         """Make an empty store.
 
         Args:
-            schema: of its samples.
             samples: length of the dataset, at least 1.
             limit: bytes that rows and tails may take.
             about: what the metadata says besides the schema (name, fingerprint); JSON's types only.
@@ -326,7 +325,6 @@ class Store:
         """Copy records, from both tiers; None if one has changed since its word was loaded, or is damaged.
 
         Args:
-            ids: of the samples.
             words: their index words, of present samples.
             clear_generation: from before the words were loaded.
             memory: to copy to, where no record is on the disk; one-dimensional. The batch then is of as many

@@ -101,8 +101,6 @@ def judge(seen: Observed, command: str, cores: int | None = None) -> Report:
     """What is said of a program.
 
     Args:
-        seen: how it was watched.
-        command: by which it was started.
         cores: the processors that it may use; None for those of this process.
     """
     model = _Model(seen, cores or len(os.sched_getaffinity(0)))

@@ -30,7 +30,6 @@ class Finish:
 
     Args:
         options: say for how long it is watched.
-        training: what was seen.
         stop: stops watching here, and writes what was seen; returns whether it had not been stopped before.
     """
 

@@ -206,7 +206,6 @@ class Loop:
         """The loop asks for a batch.
 
         Args:
-            iterator: torch's.
             made: when it was made; None if that is not known.
         """
         now = Clocks.now()

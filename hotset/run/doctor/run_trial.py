@@ -37,13 +37,7 @@ _MOST_TRIED = 20_000  # samples
 
 
 def try_run(settings: LoaderSettings, step: StandIn | None, found: dict[str, Any]) -> None:
-    """Try it, and note in ``found`` the loader's rates and what was kept.
-
-    Args:
-        settings: of the program's loader.
-        step: its step.
-        found: what the trial knows.
-    """
+    """Try it, and note in ``found`` the loader's rates and what was kept."""
     options = watch_options_here()
     if options is None:
         return

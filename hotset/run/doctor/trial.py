@@ -64,7 +64,6 @@ def in_fork(
     """Try in a child process, and wait for it.
 
     Args:
-        settings: of the program's loader.
         step: the program's, for a batch, beside no workers; None if that is not known.
         drops: whether that has the time in which it gives the memory of a batch back.
         decodes: whether it calls functions that ``hotset run`` knows.
