@@ -97,7 +97,7 @@ class EpochProgress:
         self.common = {**header, **own}
 
     def state(self, in_process: dict[str, Any]) -> dict[str, Any]:
-        """The state of a loader in the midst of this pass; ``in_process`` is that of this process's generators."""
+        """The state of a loader in the midst of this pass; ``in_process``: of this process's generators."""
         return {
             **self.common,
             "batches": self.batches,
