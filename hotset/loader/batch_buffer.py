@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
-from hotset.store.blocks import BlockPool
+from hotset.store.blocks import Blocks
 
 __all__ = ["BatchBuffer", "BlockCollate"]
 
@@ -181,22 +181,15 @@ class BlockCollate:
     """
 
     def __init__(self) -> None:
-        self._pool: BlockPool | None = None
+        self._blocks = Blocks()
         self._needed = 0  # bytes of the largest batch so far
 
     def __call__(self, samples: Any) -> Any:
-        buffer = self._buffer()
+        array = self._blocks.array(self._needed) if self._needed else b""
+        buffer = BatchBuffer(array, len(array), _itself, _LARGE)
         batch = buffer.collate(samples)
         self._needed = max(self._needed, buffer.needed)
         return batch
-
-    def _buffer(self) -> BatchBuffer:
-        if not self._needed:
-            return BatchBuffer(b"", 0, _itself, _LARGE)
-        pool = self._pool
-        if pool is None or not pool.is_ours or pool.block_bytes < self._needed:
-            pool = self._pool = BlockPool(self._needed)
-        return BatchBuffer(pool.new_array(pool.take()), pool.block_bytes, _itself, _LARGE)
 
 
 def _itself(tensor: torch.Tensor, offset: int) -> torch.Tensor:

@@ -25,7 +25,7 @@ from hotset.dataset.streams.cached_stream import CachedStream, passes_of
 from hotset.loader.collate import bound
 from hotset.loader.index_route import Indices, Route, fetched
 from hotset.store.batch_layout import NotGathered
-from hotset.store.blocks import BlockPool
+from hotset.store.blocks import Blocks
 from hotset.store.claims import Ids
 from hotset.store.gather import Copy, Gather, Memory
 from hotset.store.record_batch import RecordBatch
@@ -124,7 +124,7 @@ class LocalGather:
         self.gather = gather
         self._sample_bytes = sample_bytes
         self._pinned = pinned
-        self._pool: BlockPool | None = None
+        self._blocks = Blocks()
 
     def size(self, count: int) -> int:
         """About how many bytes a batch takes."""
@@ -148,13 +148,7 @@ class LocalGather:
         return 1 if self._pinned else min(_RUN_BYTES // max(self.size(count), 1), most)
 
     def _memory(self, size: int) -> Memory:
-        if self._pinned:
-            return _Pinned()
-        pool = self._pool
-        if pool is None or not pool.is_ours or pool.block_bytes < size:
-            # Batches vary in size: a quarter more, so that not every larger one needs a new pool.
-            pool = self._pool = BlockPool(size if pool is None else size + size // 4)
-        return _Block(pool.new_array(pool.take()))
+        return _Pinned() if self._pinned else _Block(self._blocks.array(size))
 
 
 class _Block:

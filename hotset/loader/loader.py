@@ -59,7 +59,7 @@ from hotset.loader.state import (
     read_state,
 )
 from hotset.loader.stream_order import StreamSampler
-from hotset.loader.stream_reading import rest_of_stream, torch_loader, warn_of_order
+from hotset.loader.stream_reading import rest_of_stream, warn_of_order
 from hotset.loader.torch_batches import FollowedBy, RecordedOrder, TorchBatches
 from hotset.loader.worker_batches import WorkerBatches
 from hotset.loader.worker_messages import BatchMessage
@@ -69,6 +69,7 @@ from hotset.loader.worker_process import (
     TaskSampler,
     WorkerInit,
     random_parts,
+    torch_loader,
 )
 
 __all__ = ["DataLoader"]
@@ -322,12 +323,14 @@ class DataLoader(TorchDataLoader[T]):
                 begun = iter(sampler) if saved.state["workers"] else begun
             return begun
 
-        redraws = saved.redraws(self.num_workers)
         try:
             if not run.fresh and self._route() is None:
                 self._torch_iterator()  # starts the workers, which ran already when the pass began
                 rewind()
-            batches = self._begin(run, self._rest_of(saved, begin if redraws else None))
+            by_samples = cut_of(self.batch_sampler, self.sampler).batch_size is not None
+            anew = begin if saved.redraws(self.num_workers) else None
+            rest = RemainingBatches(self._order, saved.position, anew, by_samples=by_samples)
+            batches = self._begin(run, rest)
         finally:
             if saved.under_way and saved.same_rank:  # to the states that load_state_dict or the trainer set
                 beginning.globals.restore()
@@ -335,10 +338,6 @@ class DataLoader(TorchDataLoader[T]):
         if saved.under_way and saved.same_loader and live is not None:
             saved.restore_live(live)
         return batches
-
-    def _rest_of(self, saved: SavedState, begin: Callable[[Any], Iterator[Any]] | None) -> RemainingBatches:
-        by_samples = cut_of(self.batch_sampler, self.sampler).batch_size is not None
-        return RemainingBatches(self._order, saved.position, begin, by_samples=by_samples)
 
     def _header(self) -> dict[str, Any]:
         windows = [each.window.state() for each in self._windows() if each.window]
@@ -428,7 +427,7 @@ class DataLoader(TorchDataLoader[T]):
             recording = followed_passes(self._stream).recording(
                 self.num_workers, self.batch_size or 1, replay=self._in_stream_order
             )
-            self._recorder = torch_loader(self, recording)
+            self._recorder = torch_loader(self, recording, self.batch_size, self.drop_last)
         return iter(self._recorder)
 
     def _follow_caches(self, now: list[Current], *, running: bool) -> None:
@@ -539,34 +538,20 @@ class DataLoader(TorchDataLoader[T]):
 
     def _make_inner(self, route: Route) -> TorchDataLoader[Any]:
         if self._buffers is None:
-            self._buffers = self._make_buffers(route)
-        buffers, idle = self._buffers, IdleWork()
+            sample = max(each.plan.sample_bytes for each in route.currents)
+            count = self.batch_size or (256 if self.batch_sampler is not None else 1)
+            self._buffers = BatchBuffers(max(_GROWTH * sample * count, _SMALLEST_BLOCK))
+        idle, batched = IdleWork(), self.batch_sampler is not None
         workers = self.num_workers if self.in_order else 0
         prefetch = route.prefetch if route.spills else None
-        with warnings.catch_warnings():
-            # The outer loader has warned of too many workers already.
-            warnings.filterwarnings("ignore", message="This DataLoader will create")
-            return TorchDataLoader(
-                BatchMaker(self.dataset, self.collate_fn, batched=self.batch_sampler is not None, idle=idle),
-                batch_size=None,
-                sampler=TaskSampler(self._order, buffers, prefetch, workers),
-                num_workers=self.num_workers,
-                collate_fn=_unchanged,  # type: ignore[arg-type]
-                pin_memory=self.pin_memory,
-                timeout=self.timeout,
-                worker_init_fn=WorkerInit(self.worker_init_fn),
-                multiprocessing_context=context_with(idle, self.multiprocessing_context),
-                generator=self.generator,
-                prefetch_factor=self.prefetch_factor,
-                persistent_workers=self.persistent_workers,
-                pin_memory_device=self.pin_memory_device,
-                in_order=self.in_order,
-            )
-
-    def _make_buffers(self, route: Route) -> BatchBuffers:
-        sample = max(each.plan.sample_bytes for each in route.currents)
-        count = self.batch_size or (256 if self.batch_sampler is not None else 1)
-        return BatchBuffers(max(_GROWTH * sample * count, _SMALLEST_BLOCK))
+        return torch_loader(
+            self,
+            BatchMaker(self.dataset, self.collate_fn, batched=batched, idle=idle),
+            None,
+            sampler=TaskSampler(self._order, self._buffers, prefetch, workers),
+            collate_fn=_unchanged,
+            multiprocessing_context=context_with(idle, self.multiprocessing_context),
+        )
 
     def _warn_of_pinning(self) -> None:
         if self.pin_memory and not torch.accelerator.is_available():

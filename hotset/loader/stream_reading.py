@@ -8,20 +8,19 @@ has to be read by as many as recorded it.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from hotset.dataset.streams.cached_stream import CachedStream, followed_passes, passes_of
-from hotset.dataset.streams.recording import StreamRecording, StreamRest
+from hotset.dataset.streams.recording import StreamRest
 from hotset.loader.state import EpochProgress
 from hotset.loader.stream_order import StreamSampler
 from hotset.loader.torch_batches import TorchBatches
-from hotset.loader.worker_process import WorkerInit
+from hotset.loader.worker_process import torch_loader
 
-__all__ = ["rest_of_stream", "torch_loader", "warn_of_order"]
+__all__ = ["rest_of_stream", "warn_of_order"]
 
 
 def warn_of_order(stream: CachedStream[Any], sampler: Any, batch_size: int | None, *, is_read: bool) -> None:
@@ -74,31 +73,10 @@ def rest_of_stream(
             "rest",
         )
     sizes = rest.sizes(loader.batch_size, drop_last=loader.drop_last)
-    batches = iter(torch_loader(loader, followed_passes(stream).recording(workers, rest=rest), workers))
+    changed: dict[str, Any] = {}
+    if workers != loader.num_workers:  # what goes with these is left out
+        changed = {"num_workers": workers, "timeout": 0, "multiprocessing_context": None}
+        changed |= {"prefetch_factor": None, "persistent_workers": False}
+    recording = followed_passes(stream).recording(workers, rest=rest)
+    batches = iter(torch_loader(loader, recording, loader.batch_size, loader.drop_last, **changed))
     return TorchBatches(batches, run, sizes, loader.batch_size or 1, skip)
-
-
-def torch_loader(
-    loader: TorchDataLoader[Any], recording: StreamRecording, workers: int | None = None
-) -> TorchDataLoader[Any]:
-    """torch's loader with the arguments of ``loader``; with other workers than its, if they are given."""
-    same = workers is None or workers == loader.num_workers
-    with warnings.catch_warnings():
-        # The user's loader has warned of too many workers already.
-        warnings.filterwarnings("ignore", message="This DataLoader will create")
-        return TorchDataLoader(
-            recording,
-            batch_size=loader.batch_size,
-            drop_last=loader.drop_last,
-            num_workers=loader.num_workers if workers is None else workers,
-            collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout if same else 0,
-            worker_init_fn=WorkerInit(loader.worker_init_fn),
-            multiprocessing_context=loader.multiprocessing_context if same else None,
-            generator=loader.generator,
-            prefetch_factor=loader.prefetch_factor if same else None,
-            persistent_workers=loader.persistent_workers and same,
-            pin_memory_device=loader.pin_memory_device,
-            in_order=loader.in_order,
-        )

@@ -21,12 +21,13 @@ import contextlib
 import errno
 import gc
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Dataset, default_collate, default_convert, get_worker_info
+from torch.utils.data import DataLoader, Dataset, default_collate, default_convert, get_worker_info
 
 from hotset.dataset.parent_death import parent_death_signal
 from hotset.dataset.streams.recording import StreamRecording
@@ -55,6 +56,7 @@ __all__ = [
     "TaskSampler",
     "WorkerInit",
     "random_parts",
+    "torch_loader",
 ]
 
 
@@ -372,3 +374,19 @@ class WorkerInit:
             object.__setattr__(info, "dataset", info.dataset.dataset)
         if self.user is not None:
             self.user(worker)
+
+
+def torch_loader(
+    loader: DataLoader[Any], dataset: Any, batch_size: int | None, drop_last: bool = False, **changed: Any
+) -> DataLoader[Any]:
+    """torch's loader over another dataset, with the arguments of ``loader`` for all that is not changed."""
+    same = (
+        "num_workers collate_fn pin_memory timeout multiprocessing_context generator prefetch_factor "
+        "persistent_workers pin_memory_device in_order"
+    )
+    arguments = {**{name: getattr(loader, name) for name in same.split()}, **changed}
+    init = WorkerInit(loader.worker_init_fn)
+    with warnings.catch_warnings():
+        # The user's loader has warned of too many workers already.
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        return DataLoader(dataset, batch_size, drop_last=drop_last, worker_init_fn=init, **arguments)

@@ -38,7 +38,7 @@ from typing import Any
 from hotset.store.format import PAGE
 from hotset.store.segment import Address
 
-__all__ = ["BlockPool", "SharedBlocks", "making_workers"]
+__all__ = ["BlockPool", "Blocks", "SharedBlocks", "making_workers"]
 
 # Address space for the blocks of a shared pool; only those in use ever take memory.
 _MOST_BLOCKS = 1 << 14
@@ -204,6 +204,21 @@ class BlockPool:
         """Never recycle the blocks that are in use now: another process may read them."""
         self._free_dead()
         self._in_use.clear()
+
+
+class Blocks:
+    """Blocks of a private pool; one that is too small, or a parent's, gives way to another."""
+
+    def __init__(self) -> None:
+        self._pool: BlockPool | None = None
+
+    def array(self, size: int) -> Any:
+        """Return an array over a block of at least so many bytes, recycled when its last view dies."""
+        pool = self._pool
+        if pool is None or not pool.is_ours or pool.block_bytes < size:
+            # Batches vary in size: a quarter more, so that not every larger one needs a new pool.
+            pool = self._pool = BlockPool(size if pool is None else size + size // 4)
+        return pool.new_array(pool.take())
 
 
 _shared_pools: weakref.WeakSet[BlockPool] = weakref.WeakSet()

@@ -50,7 +50,7 @@ from hotset._warnings import warn
 from hotset.errors import SegmentError
 from hotset.store import format as fmt
 from hotset.store.allocator import Allocator, distrust_allocator
-from hotset.store.blocks import BlockPool
+from hotset.store.blocks import Blocks
 from hotset.store.claims import Ids, Index, Participant
 from hotset.store.fill import Filler, Read
 from hotset.store.format import CLAIMED, PRESENT, RECORD_HEADER, ROW_MASK, Geometry, Live, Slot
@@ -121,7 +121,7 @@ class Store:
         )
         self.filler = Filler(self.participant, self.index, self.allocator, schema, spill)
         self.verification = Verification(self.participant, spill)
-        self._scratch: BlockPool | None = None
+        self._block = Blocks().array
         self._warned_of_forms = False
         # Without a second tier a word that names it names no row.
         self._place = fmt.ROW_MASK if spill is not None else fmt.ROW_MASK | fmt.ON_DISK
@@ -520,12 +520,6 @@ class Store:
     def count_hits(self, count: int) -> None:
         """Count samples that this process served from the store without reading the source."""
         self.participant.row[Slot.HITS] += count
-
-    def _block(self, size: int) -> Any:
-        pool = self._scratch
-        if pool is None or not pool.is_ours or pool.block_bytes < size:
-            pool = self._scratch = BlockPool(size + size // 4)
-        return pool.new_array(pool.take())
 
     # ---- maintenance ---------------------------------------------------------------------------------
 

@@ -664,7 +664,7 @@ def stopped_in_its_copy() -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
             return block(size)
 
-        store._block = stopping  # type: ignore[method-assign]
+        store._block = stopping
         equal_batches(cached[3], make(3))
 
 

@@ -2,11 +2,10 @@
 
 ==================  ========================================================================================
 ``clocks``          the clocks of a process, and sums of what they say
-``fetching``        in whatever process makes batches: what a sample costs there
+``fetching``        in whatever process makes batches: each fetch, and what a sample costs there
 ``loop``            in the process that trains: how long the loop waits, and how long its steps take
 ``watch``           in each process of the program: what torch and the hooks call
-``worker_watch``    what it knows of a process as far as that makes batches, with ``fetching``
-``training_watch``  and as far as that trains, with ``loop``
+``training_watch``  what it knows of a process as far as that trains, with ``loop``
 ``finish``          in the process that trains: when watching ends, and what follows
 ``decoding``        the clocks around decoders
 ``trial``           in a fork of the program, at the end: what a cache of its dataset holds and gives

@@ -26,10 +26,20 @@ from hotset.run.doctor.loop import LoaderSettings, left_out
 from hotset.run.doctor.stand_in import StandIn
 from hotset.run.environment import watch_options_here
 
-__all__ = ["LEAST_BATCHES", "WORKER_SECONDS", "MeasuredLoader", "seconds_of", "sentence_of"]
+__all__ = [
+    "FILL_SECONDS",
+    "LEAST_BATCHES",
+    "MOST_TRIED",
+    "WORKER_SECONDS",
+    "MeasuredLoader",
+    "arguments_of",
+    "seconds_of",
+    "sentence_of",
+]
 
 WORKER_SECONDS = 20  # a worker that gives no batch for as long waits for a thread or a lock that it lacks
 LEAST_BATCHES, _MOST_BATCHES = 4, 2_000
+FILL_SECONDS, MOST_TRIED = 3.0, 20_000  # of a cache, and samples
 _RATE_SECONDS, _LONGEST_SECONDS = 1.5, 5.0
 _READY_BATCHES, _LONGEST_REST_SECONDS = 7, 0.3
 # Watched for less, a program gets a trial that is shorter in proportion; than a tenth it would tell nothing.
@@ -41,6 +51,12 @@ def seconds_of(usual: float) -> float:
     options = watch_options_here()
     share = 1.0 if options is None else options.seconds / _WATCHED_SECONDS
     return usual * min(max(share, _LEAST_SHARE), 1.0)
+
+
+def arguments_of(settings: LoaderSettings, workers: int) -> dict[str, Any]:
+    """A loader's arguments, as the program has them, but for its batches and its number of workers."""
+    more = {"worker_init_fn": settings.worker_init_fn, "timeout": WORKER_SECONDS} if workers else {}
+    return {"num_workers": workers, "collate_fn": settings.collate_fn, **more}
 
 
 class _Unknown(Sampler[int]):
@@ -111,18 +127,13 @@ class MeasuredLoader:
         batches = settings.batches or _MOST_BATCHES
         self._left_out = left_out(settings.batches, workers)
         self._seconds, self._longest = seconds_of(_RATE_SECONDS), seconds_of(_LONGEST_SECONDS)
-        more: dict[str, Any] = {}
-        if workers:
-            more = {"worker_init_fn": settings.worker_init_fn, "timeout": WORKER_SECONDS}
         self._batches: Iterable[Any] = kind(
             dataset,
             batch_size=self._batch_size,
             sampler=_order(settings, len(dataset), batches * self._batch_size),
-            num_workers=workers,
-            collate_fn=settings.collate_fn,
             multiprocessing_context="fork" if workers else None,
             drop_last=True,
-            **more,
+            **arguments_of(settings, workers),
         )
 
     def measure(self, step: StandIn | None) -> dict[str, float | None]:

@@ -24,16 +24,21 @@ from torch.utils.data import DataLoader, Subset
 
 from hotset.run.doctor.decoding import keep_decoders
 from hotset.run.doctor.loop import LoaderSettings
-from hotset.run.doctor.measured import LEAST_BATCHES, WORKER_SECONDS, MeasuredLoader, seconds_of, sentence_of
+from hotset.run.doctor.measured import (
+    FILL_SECONDS,
+    LEAST_BATCHES,
+    MOST_TRIED,
+    MeasuredLoader,
+    arguments_of,
+    seconds_of,
+    sentence_of,
+)
 from hotset.run.doctor.stand_in import StandIn
 from hotset.run.environment import LEDGER, Options, watch_options_here
 from hotset.run.kept import attach
 from hotset.run.ledger import ATTACHED, Ledger, read_left
 
 __all__ = ["try_run"]
-
-_FILL_SECONDS = 3.0
-_MOST_TRIED = 20_000  # samples
 
 
 def try_run(settings: LoaderSettings, step: StandIn | None, found: dict[str, Any]) -> None:
@@ -69,11 +74,8 @@ def try_run(settings: LoaderSettings, step: StandIn | None, found: dict[str, Any
 def _filled(settings: LoaderSettings) -> Subset[Any]:
     """The samples that were read in some seconds, and those that workers had begun by then."""
     size, length = settings.batch_size or 1, len(settings.dataset)
-    part = Subset(settings.dataset, random.Random(0).sample(range(length), min(length, _MOST_TRIED)))
-    more: dict[str, Any] = {}
-    if settings.workers:
-        more = {"worker_init_fn": settings.worker_init_fn, "timeout": WORKER_SECONDS}
-    begin, count, seconds = time.perf_counter(), 0, seconds_of(_FILL_SECONDS)
+    part = Subset(settings.dataset, random.Random(0).sample(range(length), min(length, MOST_TRIED)))
+    begin, count, seconds = time.perf_counter(), 0, seconds_of(FILL_SECONDS)
 
     def batches() -> Iterator[list[int]]:
         for first in range(0, len(part) - size + 1, size):
@@ -81,9 +83,6 @@ def _filled(settings: LoaderSettings) -> Subset[Any]:
                 break
             yield list(range(first, first + size))
 
-    loader = DataLoader(
-        part, batch_sampler=batches(), num_workers=settings.workers, collate_fn=settings.collate_fn, **more
-    )
-    for _ in loader:
+    for _ in DataLoader(part, batch_sampler=batches(), **arguments_of(settings, settings.workers)):
         count += 1
     return Subset(part, range(count * size))

@@ -12,8 +12,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from hotset.run.doctor.fetching import WorkerWatch
 from hotset.run.doctor.loop import LEAST_BATCHES, LoaderSettings, Loop, begins, facts_of
-from hotset.run.doctor.worker_watch import WorkerWatch
 from hotset.run.ledger import THREADS, Ledger
 
 __all__ = ["TrainingWatch"]

@@ -45,7 +45,15 @@ import hotset
 from hotset.dataset.parent_death import ParentDeathSignal, parent_death_signal
 from hotset.dataset.streams.source import is_stream
 from hotset.run.doctor.loop import LoaderSettings, StepLength
-from hotset.run.doctor.measured import LEAST_BATCHES, WORKER_SECONDS, MeasuredLoader, seconds_of, sentence_of
+from hotset.run.doctor.measured import (
+    FILL_SECONDS,
+    LEAST_BATCHES,
+    MOST_TRIED,
+    WORKER_SECONDS,
+    MeasuredLoader,
+    seconds_of,
+    sentence_of,
+)
 from hotset.run.doctor.run_trial import try_run
 from hotset.run.doctor.stand_in import StandIn
 from hotset.session.job import JOB
@@ -54,8 +62,6 @@ from hotset.units import format_seconds
 __all__ = ["in_fork"]
 
 _PATIENCE_SECONDS = 60.0
-_FILL_SECONDS = 3.0
-_MOST_TRIED = 20_000  # samples
 
 
 def in_fork(
@@ -251,6 +257,6 @@ def _try_cache(settings: LoaderSettings, step: StandIn | None, found: dict[str, 
 def _count(settings: LoaderSettings, seconds: float, size: int, room: int) -> int:
     """How many samples to try: as many as are read in some seconds, and fit."""
     batch = settings.batch_size or 1
-    count = int(seconds_of(_FILL_SECONDS) / max(seconds, 1e-6))
-    count = min(max(count, LEAST_BATCHES * batch), _MOST_TRIED, len(settings.dataset))
+    count = int(seconds_of(FILL_SECONDS) / max(seconds, 1e-6))
+    count = min(max(count, LEAST_BATCHES * batch), MOST_TRIED, len(settings.dataset))
     return min(count, room // (2 * max(size, 1)))

@@ -2,7 +2,7 @@
 
 There is one :class:`Watch` in an interpreter and in all processes that it forks. Torch's iterators call it
 around each batch, and hooks call it around each fetch and each decoder. What it knows of a process begins
-anew in a fork: :mod:`~hotset.run.doctor.worker_watch` as far as it makes batches,
+anew in a fork: :mod:`~hotset.run.doctor.fetching` as far as it makes batches,
 :mod:`~hotset.run.doctor.training_watch` as far as it takes them, and :mod:`~hotset.run.doctor.finish`, by
 which a process that trains ends the watching.
 
@@ -24,10 +24,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hotset.run.doctor import decoding
+from hotset.run.doctor.fetching import Resting, WorkerWatch
 from hotset.run.doctor.finish import Finish, say_done
 from hotset.run.doctor.loop import Loop, begins
 from hotset.run.doctor.training_watch import TrainingWatch
-from hotset.run.doctor.worker_watch import Resting, WorkerWatch
 from hotset.run.environment import WatchOptions
 from hotset.run.import_hook import Hook
 from hotset.run.ledger import MEMORY, OURS, TRIAL, TRYING, WATCHED, Ledger
