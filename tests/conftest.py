@@ -26,6 +26,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 from helpers import eventually, memory_files, seed_everything
+from large_pages import use_large_pages
 from programs import Programs
 from session_places import own_runtime
 
@@ -93,10 +94,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Have the collector pass over the libraries: that took a third of all tests' time."""
+    """Have the collector pass over the libraries, and forks over their page tables: both take long."""
     gc.collect()
     gc.freeze()
     gc.enable()
+    use_large_pages()
 
 
 @pytest.fixture(scope="session", autouse=True)

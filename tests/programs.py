@@ -130,5 +130,7 @@ if __name__ == "__main__":
     if os.fork():
         os._exit(0)
     import torch.utils.data
+    from large_pages import use_large_pages
 
+    use_large_pages()
     _become(_next_order())  # the interpreter ends after it, as after any program
