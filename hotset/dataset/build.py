@@ -236,7 +236,7 @@ def _current(pipeline: Pipeline, identity: Identity, options: CacheOptions, agai
     finally:
         unread.put_back()
     # Cut once more: a copy of the dataset that was read may have opened files.
-    result = result._replace(source=pipeline.cut(result.cuts))
+    result = result._replace(source=replace(pipeline.cut(result.cuts), stores=store is not None))
     if not (shared.joined or again):
         _warn_of_epochs(pipeline.dataset, options.given.key)
     for note in result.plan.warnings:

@@ -575,7 +575,7 @@ class CachedDataset(DatasetProxy[T]):
         """Read all samples from the dataset as it is now, uncached."""
         old = self._current
         pipeline = Pipeline.of(self._dataset, self._arguments.transform)
-        source = Source(pipeline.dataset, (), (), pipeline.given)
+        source = Source(pipeline.dataset, (), (), pipeline.given, stores=False)
         nowhere = Attachment(None, None, old.plan.name)
         window = old.window.reading(source.read, nowhere) if old.window is not None else None
         rows = tuple(row._replace(cached=False) for row in old.plan.rows[:1])

@@ -213,6 +213,8 @@ class Source:
         whole: the dataset with its own chains whole.
         calls: how often the dataset calls each of its chains that are cut, for each sample.
         otherwise: the indices of samples for which it has called one another number of times.
+        stores: whether samples are cached; if they are not, and no transform follows, they are given as the
+            dataset returns them, the objects that it holds too.
     """
 
     dataset: Any
@@ -222,6 +224,7 @@ class Source:
     whole: Any = None
     calls: Mapping[ChainCall, int] = field(default_factory=dict)
     otherwise: set[int] = field(default_factory=set)
+    stores: bool = True
 
     @property
     def read_parts(self) -> list[Any]:
@@ -244,7 +247,7 @@ class Source:
         return replace(self, prefix=self.prefix[:first]), self.prefix[first:]
 
     def read(self, index: int) -> Any:
-        """Read one sample and apply the cached transforms. The caller owns the result.
+        """Read one sample and apply the cached transforms. The caller owns the result, if any is stored.
 
         Each transform's output is copied if needed as well: it may come from a table in the transform.
 
@@ -252,6 +255,8 @@ class Source:
             SampleStopped: the dataset or a transform raised StopIteration.
         """
         try:
+            if self._gives_on:
+                return self.dataset[index]
             if not self.calls:
                 return self._transformed(owned(self.dataset[index], _warn_of_uncopied))
             if index not in self.otherwise:
@@ -306,7 +311,12 @@ class Source:
             return
         found.reverse()  # taken from the end, so that no list refers to a sample any more
         while found:
-            yield self._transformed(owned(found.pop(), _warn_of_uncopied))
+            yield found.pop() if self._gives_on else self._transformed(owned(found.pop(), _warn_of_uncopied))
+
+    @property
+    def _gives_on(self) -> bool:
+        """Whether samples are the dataset's own, as without hotset: nothing here may change them."""
+        return not (self.stores or self.prefix or self.live)
 
     def of_stream(self, samples: Iterator[Any]) -> Any:
         """As :meth:`read`, for the next sample of an iterator.

@@ -311,3 +311,52 @@ def test_with_a_transform_it_is_iterated_over_by_index() -> None:
     with hotset.cache(Scans(), transform=lambda sample: sample[1], memory="1MiB") as cached:
         assert len(list(itertools.islice(cached, N))) == N
         assert 51 in cached
+
+
+class Vocabulary:
+    def __init__(self) -> None:
+        self.words = [f"w{number}" for number in range(5_000)]
+
+
+class Sentence:
+    def __init__(self, ids: Any, vocabulary: Vocabulary) -> None:
+        self.ids, self.vocabulary = ids, vocabulary
+
+
+class Sentences(Dataset[Any]):
+    """Its samples are objects that refer to a large one."""
+
+    def __init__(self) -> None:
+        self.vocabulary = Vocabulary()
+        self.made = [Sentence([number], self.vocabulary) for number in range(N)]
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        return self.made[index]
+
+
+class SentencesTogether(Sentences):
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [self.made[index] for index in indices]
+
+
+@pytest.mark.parametrize("make", [Sentences, SentencesTogether])
+@pytest.mark.parametrize("loader", [DataLoader, hotset.DataLoader])
+def test_where_nothing_can_be_cached_samples_are_the_datasets_own_objects(make: Any, loader: Any) -> None:
+    with recorded() as told, hotset.cache(make(), memory="1MiB") as cached:
+        for _ in range(2):
+            for number, (sentence,) in enumerate(loader(cached, collate_fn=list)):
+                assert sentence is cached.made[number]
+    assert "more than 1,000 values" in str(told[0].message)
+
+
+def test_where_nothing_can_be_cached_a_transform_gets_a_copy() -> None:
+    def changed(sentence: Sentence) -> Sentence:
+        sentence.ids[0] += 1
+        return sentence
+
+    with recorded(), hotset.cache(Sentences(), transform=[changed], memory="1MiB") as cached:
+        for _ in range(2):
+            assert [sentence.ids[0] for sentence in DataLoader(cached, batch_size=None)] == [*range(1, N + 1)]
