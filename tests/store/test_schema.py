@@ -615,6 +615,24 @@ def test_a_class_that_has_other_slots_by_now_is_refused_before_anything_is_read(
         Schema.from_json(described)
 
 
+class Row:
+    def to_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class Graph(Row):
+    @classmethod
+    def from_dict(cls, held: dict[str, Any]) -> Graph:
+        return cls()
+
+
+def test_a_class_that_is_known_by_its_methods_is_told_what_to_do() -> None:
+    with pytest.raises(SchemaMismatch, match=r"; hotset.register_codec .* or return its to_dict\(\)$"):
+        Schema.infer([_set(Row(), view=len)], keep_order=True)
+    with pytest.raises(SchemaMismatch, match=r"register_codec\(Graph, Graph.to_dict, Graph.from_dict\)"):
+        Schema.infer([_set(Graph(), view=len)], keep_order=True)
+
+
 UNCACHEABLE: list[tuple[Any, str]] = [
     ([1, {"x": samples.Opaque(1)}], "[1]['x']: an object of samples.Opaque; hotset.register_codec makes"),
     ({("a", 1): 2}, "the sample: a dict with keys that are neither text nor numbers"),
@@ -641,7 +659,15 @@ UNCACHEABLE: list[tuple[Any, str]] = [
         "['b'][0]: the same object of builtins.dict",
     ),
     (_layers(), "['left']"),
-    (_set(Features(1), lock=threading.Lock()), "['lock']: an object of _thread.lock"),
+    (
+        [_set(Features(1), lock=threading.Lock())],
+        "[0]: an object of test_schema.Features, whose ['lock'] is one of _thread.lock; hotset.register_",
+    ),
+    (
+        _set(UserDict(ids=[1]), encodings=[memoryview(b"x")]),
+        "the sample: an object of collections.UserDict, whose ['encodings'][0] is one of "
+        "builtins.memoryview; hotset.register_codec makes it cacheable, or return a dict of it",
+    ),
 ]
 
 

@@ -21,7 +21,7 @@ import math
 import struct
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -425,7 +425,8 @@ class _Inference:
         self._met: dict[int, object] = {}  # by id: containers and objects
         self._held = 0  # values in objects
 
-    def node(self, value: object, where: str, in_object: bool = False) -> Node:
+    def node(self, value: object, where: str, holder: _Holder | None = None) -> Node:
+        """The tree of a part of the sample, at ``where`` in it, that ``holder`` holds, if an object does."""
         place = where or "the sample"
         try:
             leaf = leaf_of(value, keep_order=self._keep_order)
@@ -434,7 +435,7 @@ class _Inference:
                 return leaf
             codec = codec_of(value)
             if codec is not None:
-                child = self.node(codec.flatten(value), where, in_object)
+                child = self.node(codec.flatten(value), where, holder)
                 return Group("object", (), (child,), None, codec.name)
         except SchemaMismatch as mismatch:
             raise SchemaMismatch(f"{place}: {mismatch}") from None
@@ -444,8 +445,12 @@ class _Inference:
                 leaf = EnumLeaf(type(value))
                 leaf.check(value)
                 return leaf
+            if holder is None:
+                raise SchemaMismatch(f"{place}: an object of {_full_name(value)}; {_way(value)}")
+            at = where.removeprefix(holder.where)
             raise SchemaMismatch(
-                f"{place}: an object of {_full_name(value)}; hotset.register_codec makes it cacheable"
+                f"{holder.where or 'the sample'}: an object of {_full_name(holder.value)}, whose {at} is one "
+                f"of {_full_name(value)}; {_way(holder.value)}"
             )
         kind, keys, values = parts
         if any(type(key) not in _KEY_TYPES and not isinstance(key, enum.Enum) for key in keys):
@@ -454,12 +459,13 @@ class _Inference:
             raise SchemaMismatch(f"{place}: a dict with NaN as a key, which is equal to no other")
         if where.count("[") > _DEEPEST:
             raise SchemaMismatch("a sample that is nested too deeply, or contains itself")
-        in_object = in_object or kind == "instance"
-        if in_object:
+        if holder is None and kind == "instance":
+            holder = _Holder(value, where)
+        if holder is not None:
             self._enter(value, len(values), place)
         self._met[id(value)] = value
         children = tuple(
-            self.node(part, f"{where}[{key!r}]", in_object)
+            self.node(part, f"{where}[{key!r}]", holder)
             for key, part in zip(keys or range(len(values)), values, strict=True)
         )
         return Group(kind, keys, children, type(value) if kind in ("namedtuple", "instance") else None)
@@ -481,6 +487,26 @@ class _Inference:
                 f"{place}: more than {_MOST_PARTS:,} values in objects, as a vocabulary has; leave them out "
                 "of the sample"
             )
+
+
+class _Holder(NamedTuple):
+    """The outermost object around a part of a sample, and where it is."""
+
+    value: object
+    where: str
+
+
+def _way(value: object) -> str:
+    """What to do so that an object can be cached."""
+    cls = type(value)
+    codec = "hotset.register_codec"
+    if issubclass(cls, Mapping):
+        return f"{codec} makes it cacheable, or return a dict of it: dict(...)"
+    if hasattr(cls, "to_dict") and hasattr(cls, "from_dict"):
+        name = cls.__name__
+        way = f"{codec}({name}, {name}.to_dict, {name}.from_dict) makes it cacheable"
+        return f"{way}, if what these make of it is equal to it"
+    return f"{codec} makes it cacheable" + (", or return its to_dict()" if hasattr(cls, "to_dict") else "")
 
 
 def _full_name(value: object) -> str:
