@@ -170,7 +170,7 @@ def why_it_differs(source: Source, index: int) -> str:
     Example:
         >>> import random
         >>> from hotset.dataset.pipeline import Cuts
-        >>> frozen = Pipeline([1.0, 2.0], (), (lambda x: x + random.random(),)).cut(Cuts((), (), 1, ()))
+        >>> frozen = Pipeline([1.0, 2.0], (), (lambda x: x + random.random(),)).cut(Cuts((), 1))
         >>> why_it_differs(frozen, 0)
         '<lambda> returns another output each time'
     """

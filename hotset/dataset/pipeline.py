@@ -31,7 +31,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from hotset._warnings import Warner
 from hotset.dataset.format_transform import without_format_transform
@@ -49,6 +49,7 @@ __all__ = [
     "UNUSED",
     "ApplyAt",
     "Chain",
+    "ChainCut",
     "Cuts",
     "Pipeline",
     "SamplePath",
@@ -103,11 +104,9 @@ class Pipeline:
 
     def steps(self, cuts: Cuts) -> list[Any]:
         """The leaf transforms of all chains that are used, in the order of the plan's rows."""
-        used = zip(self.attributes, cuts.own, strict=True)
-        return [
-            *(step for attribute, count in used if count != UNUSED for step in leaves(attribute.chain)),
-            *leaves(self.given),
-        ]
+        pairs = zip(self.attributes, cuts.own, strict=True)
+        used = [attribute.chain for attribute, own in pairs if own.cached != UNUSED]
+        return [*(step for chain in used for step in leaves(chain)), *leaves(self.given)]
 
     @classmethod
     def of(cls, dataset: Any, transform: Transform | Sequence[Transform] | None) -> Pipeline:
@@ -135,70 +134,80 @@ class Pipeline:
         calls: dict[ChainCall, int] = {}
         cached: list[Any] = []
         live: list[Transform] = []
-        found = zip(self.attributes, cuts.own, cuts.paths, cuts.in_place, strict=True)
-        for number, (attribute, count, paths, in_place) in enumerate(found):
-            if count == UNUSED:
+        for attribute, own in zip(self.attributes, cuts.own, strict=True):
+            if own.cached == UNUSED:
                 cached.append(attribute.chain)  # a rare sample may use it
                 continue
-            before, after = cut(attribute.chain, count)
+            before, after = cut(attribute.chain, own.cached)
             cached += before
-            if after or in_place:
-                prefixes[attribute.name] = Chain(before, in_place, attribute.name if after else None)
+            if after or own.in_place:
+                prefixes[attribute.name] = Chain(before, own.in_place, attribute.name if after else None)
             if not after:
                 continue
-            keywords = cuts.keywords[number]
-            together = [(path,) for path in paths] if cuts.calls_it_for_each(number) else [paths]
-            call = (attribute.name, *keywords)
+            together = [(path,) for path in own.paths] if own.for_each else [own.paths]
+            call = (attribute.name, *own.keywords)
             calls[call] = len(together)
-            live += [ApplyAt(each, after, keywords) for each in together]
+            live += [ApplyAt(each, after, own.keywords) for each in together]
         before, after = cut(self.given, cuts.given)
         dataset = with_transforms(self.dataset, prefixes)
         prefix = tuple(_with_batched_alone(before))
         return Source(dataset, tuple(cached), prefix, (*live, *after), self.dataset, calls)
 
 
-@dataclass(frozen=True)
-class Cuts:
+class ChainCut(NamedTuple):
+    """Where one of the dataset's own chains is cut.
+
+    Attributes:
+        cached: how many of its leaf transforms are; :data:`UNUSED` if it was not called as samples were
+            read.
+        paths: where its results are in the sample; empty if it is not cut.
+        keywords: the names with which the dataset gives it the values at these paths; empty if it gets them
+            without names.
+        in_place: whether it was seen to change its input, so that it gets copies.
+        for_each: whether it is called several times for a sample, with one value each: once for each path, in
+            their order. Any other is called once, with the values at all paths.
+    """
+
+    cached: int
+    paths: tuple[SamplePath, ...] = ()
+    keywords: tuple[str, ...] = ()
+    in_place: bool = False
+    for_each: bool = False
+
+
+class Cuts(NamedTuple):
     """Where chains are cut.
 
     Attributes:
-        own: for each of the dataset's own chains, how many leaf transforms are cached; :data:`UNUSED` for
-            one that was not called as samples were read.
-        paths: for each own chain, where its results are in the sample; empty for a chain that is not cut.
+        own: the dataset's own chains.
         given: how many leaf transforms of ``transform=`` are cached; 0 if part of an own chain is live.
-        in_place: for each own chain, whether it was seen to change its input, so that it gets copies.
-        for_each: the numbers of the own chains that are called several times for a sample, with one value
-            each: once for each path, in their order. Any other is called once, with the values at all paths.
-        keywords: for each own chain, the names with which the dataset gives it the values at these paths;
-            empty for one that gets them without names.
     """
 
-    own: tuple[int, ...]
-    paths: tuple[tuple[SamplePath, ...], ...]
+    own: tuple[ChainCut, ...]
     given: int
-    in_place: tuple[bool, ...]
-    for_each: tuple[int, ...] = ()
-    keywords: tuple[tuple[str, ...], ...] = ()
-
-    def calls_it_for_each(self, number: int) -> bool:
-        """Whether an own chain is called once for each of its paths."""
-        return number in self.for_each
 
     @property
     def where(self) -> list[Any]:
         """The fields that decide what a cached sample contains, as JSON types."""
-        return [self.own, self.paths, self.given, *([self.for_each] if self.for_each else [])]
+        counts, paths, given, _, for_each, _ = self.to_json()
+        return [counts, paths, given, *filter(None, [for_each])]
 
     def to_json(self) -> list[Any]:
-        """All fields, as JSON types."""
-        return [self.own, self.paths, self.given, self.in_place, self.for_each, self.keywords]
+        """All fields, as JSON types: of the own chains field by field."""
+        counts, paths, keywords, in_place, for_each = ([each[n] for each in self.own] for n in range(5))
+        numbers = [number for number, is_so in enumerate(for_each) if is_so]
+        return [counts, paths, self.given, in_place, numbers, keywords]
 
     @classmethod
     def from_json(cls, value: Any) -> Cuts:
         """The inverse of :meth:`to_json`; JSON has made lists of all tuples."""
-        own, paths, given, in_place, for_each, keywords = value
-        tuples = tuple(tuple(tuple(path) for path in each) for each in paths)
-        return cls(tuple(own), tuples, given, tuple(in_place), tuple(for_each), tuple(map(tuple, keywords)))
+        counts, paths, given, in_place, numbers, keywords = value
+        found = enumerate(zip(counts, paths, keywords, in_place, strict=True))
+        own = (
+            ChainCut(count, tuple(map(tuple, where)), tuple(names), copies, number in numbers)
+            for number, (count, where, names, copies) in found
+        )
+        return cls(tuple(own), given)
 
 
 @dataclass(frozen=True)

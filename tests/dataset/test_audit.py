@@ -277,7 +277,7 @@ def auditor_of(clock: list[float], seconds: float) -> Any:
         clock[0] += seconds
         return image_and_label(index)
 
-    return audit.Audit(Pipeline.of(Samples(slow, N), None).cut(Cuts((), (), 0, ())), seconds=seconds)
+    return audit.Audit(Pipeline.of(Samples(slow, N), None).cut(Cuts((), 0)), seconds=seconds)
 
 
 def looks_of(auditor: Any, clock: list[float], batches: int, step: float) -> int:
@@ -340,7 +340,7 @@ def test_audits_are_counted_over_all_processes(workers: int) -> None:
 
 
 def test_the_audited_sample_varies_without_drawing() -> None:
-    source = Pipeline.of(Samples(image_and_label, N), None).cut(Cuts((), (), 0, ()))
+    source = Pipeline.of(Samples(image_and_label, N), None).cut(Cuts((), 0))
     auditor = audit.Audit(source, 0.0)
     before = rng_states()
     places = set()
@@ -354,7 +354,7 @@ def test_the_audited_sample_varies_without_drawing() -> None:
 
 
 def test_every_place_of_a_batch_is_audited_at_some_time() -> None:
-    source = Pipeline.of(Samples(image_and_label, N), None).cut(Cuts((), (), 0, ()))
+    source = Pipeline.of(Samples(image_and_label, N), None).cut(Cuts((), 0))
     auditor = audit.Audit(source, 0.0)
     auditor.due(64)
     assert len({auditor.due(64) for _ in range(1000)} - {None}) == 64

@@ -32,15 +32,14 @@ _ROUNDS = 8
 def differs_when_cut(pipeline: Pipeline, cuts: Cuts, indices: Sequence[int]) -> bool:
     """Whether one of these samples is another, or draws otherwise, with the dataset's own chains cut."""
     cut = pipeline.cut(cuts)
-    own = tuple(step for step in cut.live if isinstance(step, ApplyAt))
-    if not own:
+    live = tuple(step for step in cut.live if isinstance(step, ApplyAt))
+    if not live:
         return False
-    cut = replace(cut, prefix=(), live=own, calls={})
-    found = zip(pipeline.attributes, cuts.paths, cuts.in_place, strict=True)
+    cut = replace(cut, prefix=(), live=live, calls={})
     chains = {  # what works in place must not change what the dataset holds
         attribute.name: Chain(chain_of(attribute.chain), copies=True)
-        for attribute, paths, in_place in found
-        if paths or in_place
+        for attribute, own in zip(pipeline.attributes, cuts.own, strict=True)
+        if own.paths or own.in_place
     }
     whole = Source(with_transforms(pipeline.dataset, chains), (), (), ())
     generators = Generators([pipeline.dataset])

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from hotset._warnings import printable
-from hotset.dataset.pipeline import UNUSED, Chain, Cuts, Pipeline, SamplePath
+from hotset.dataset.pipeline import UNUSED, Chain, ChainCut, Cuts, Pipeline, SamplePath
 from hotset.dataset.planning.call_sites import reaction
 from hotset.dataset.planning.cut_check import differs_when_cut
 from hotset.dataset.planning.recorder import (
@@ -416,9 +416,11 @@ class _CutSearch:
                 "live part comes before; leave out cut=, or give the chain as transform=."
             )
         self._require_batched_cached(given)
-        in_place = tuple(own.in_place for own in self._own)
-        for_each = tuple(n for n, own in enumerate(self._own) if own.calls > 1 and paths[n])
-        cuts = Cuts(tuple(counts), paths, given, in_place, for_each, keywords)
+        own = (
+            ChainCut(count, where, names, found.in_place, found.calls > 1 and bool(where))
+            for count, where, names, found in zip(counts, paths, keywords, self._own, strict=True)
+        )
+        cuts = Cuts(tuple(own), given)
         rows = self._rows(cuts)
         probed = any(row.cached and row.kind == "unknown" for row in rows)
         return CutChoice(cuts, rows, tuple(self.notes), probed)
@@ -555,8 +557,9 @@ class _CutSearch:
         size = int(_size_of(self._sample)) if known else None
         rows = [Row(self._class_name, "source", "the dataset", self._reads.seconds or None, size, True)]
         deadline = time.perf_counter() + _LIVE_SECONDS
-        for findings, count in zip((*self._own, self._given), (*cuts.own, cuts.given), strict=True):
-            rows += self._rows_of(findings, count, deadline)
+        for findings, own in zip(self._own, cuts.own, strict=True):
+            rows += self._rows_of(findings, own.cached, deadline)
+        rows += self._rows_of(self._given, cuts.given, deadline)
         return tuple(rows)
 
     def _rows_of(self, findings: _ChainFindings, count: int, deadline: float) -> list[Row]:
