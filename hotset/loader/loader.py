@@ -53,7 +53,6 @@ from hotset.loader.rng_state import Beginning, LocalGenerators
 from hotset.loader.state import (
     EpochProgress,
     SavedState,
-    between_passes,
     header,
     identity_of,
     read_state,
@@ -164,14 +163,17 @@ class DataLoader(TorchDataLoader[T]):
                 each.access.prepare(self._helpers, self.multiprocessing_context)
         if saved is not None and not moved_on:
             return self._go_on(saved)
-        last, fresh = self._pass, self._fresh
         streams = self.num_workers == 0 and self._reads_stream
-        beginning = Beginning(self, self._live_generators() if streams else None)
+        run = self._next_pass(Beginning(self, self._live_generators() if streams else None))
+        return self._begin(run, self._order)
+
+    def _next_pass(self, beginning: Beginning) -> EpochProgress:
+        last, fresh = self._pass, self._fresh
         run = EpochProgress(last.number + 1 if last is not None else 0, beginning.take(), fresh)
         if last is not None and not fresh:  # the same workers go on
             run.workers.update(last.workers)
             run.ask_workers = not last.over or len(last.workers) < self.num_workers
-        return self._begin(run, self._order)
+        return run
 
     def __len__(self) -> int:
         own = super().__len__()
@@ -196,7 +198,8 @@ class DataLoader(TorchDataLoader[T]):
         route = self._route()
         summary = EpochSummary(run.number, _length(self), route.caches if route is not None else [])
         self.last_epoch = summary
-        run.begin(self._header(), summary)
+        run.summary = summary
+        run.describe(self._header(), under_way=True)
         if route is not None and self.num_workers:
             for cached in route.caches:
                 fill_for_workers(cached)
@@ -266,9 +269,10 @@ class DataLoader(TorchDataLoader[T]):
         if self._local_generators is None:
             self._local_generators = LocalGenerators(self, live)
         in_process = self._local_generators.states(only_samplers=run is not None and run.gathered)
-        if run is not None and not run.over:
-            return run.state(in_process)
-        return between_passes(self._header(), run, self._fresh, Beginning(self, live).take(), in_process)
+        if run is None or run.over:
+            run = self._next_pass(Beginning(self, live))
+            run.describe(self._header(), under_way=False)
+        return run.state(in_process)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next ``iter()`` resume where the loader that gave this state had stopped.

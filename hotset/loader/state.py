@@ -41,7 +41,6 @@ from hotset.loader.rng_state import DAMAGE, Beginning, damaged, restore, unpack_
 __all__ = [
     "EpochProgress",
     "SavedState",
-    "between_passes",
     "header",
     "identity_of",
     "read_state",
@@ -90,14 +89,17 @@ class EpochProgress:
     watch: tuple[Callable[[], None], ...] = field(default=(), repr=False)
     summary: EpochSummary = field(init=False, repr=False)
 
-    def begin(self, header: dict[str, Any], summary: EpochSummary) -> None:
+    def describe(self, header: dict[str, Any], *, under_way: bool) -> None:
         """Make the part that all states of this pass share, as one may be taken after every batch."""
-        self.summary = summary
-        own = {"under_way": True, "pass": self.number, "fresh": self.fresh, "beginning": self.beginning}
+        own = {"under_way": under_way, "pass": self.number, "fresh": self.fresh, "beginning": self.beginning}
         self.common = {**header, **own}
 
     def state(self, in_process: dict[str, Any]) -> dict[str, Any]:
-        """The state of a loader in the midst of this pass; ``in_process``: of this process's generators."""
+        """The state of a loader in the midst of this pass, or before it.
+
+        Args:
+            in_process: the present states of this process's generators.
+        """
         return {
             **self.common,
             "batches": self.batches,
@@ -262,34 +264,6 @@ class SavedState:
 def header(data: dict[str, Any], cut: BatchCut, workers: int, windows: list[list[int]]) -> dict[str, Any]:
     """The part of a state that identifies its loader."""
     return {"format": _FORMAT, "data": data, "cut": list(cut), "workers": workers, "windows": windows}
-
-
-def between_passes(
-    header: dict[str, Any],
-    last: EpochProgress | None,
-    fresh: bool,
-    beginning: dict[str, Any],
-    in_process: dict[str, Any],
-) -> dict[str, Any]:
-    """The state of a loader between two passes, or before the first.
-
-    Args:
-        last: the pass that is over, if there was one.
-        fresh: whether the next pass starts workers.
-    """
-    return {
-        **header,
-        "under_way": False,
-        "pass": last.number + 1 if last is not None else 0,
-        "fresh": fresh,
-        "beginning": beginning,
-        **dict.fromkeys(("batches", "samples", "dealt", "turn"), 0),
-        "in_process": in_process,
-        # New workers have drawn nothing yet.
-        "in_workers": {str(worker): states for worker, states in last.workers.items()}
-        if last is not None and not fresh
-        else {},
-    }
 
 
 def identity_of(dataset: Any, fingerprints: list[str]) -> dict[str, Any]:
