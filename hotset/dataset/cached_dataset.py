@@ -437,10 +437,8 @@ class CachedDataset(DatasetProxy[T]):
             if has(dataset, "set_epoch"):
                 dataset.set_epoch(epoch)
         self._follow_epoch(held)
-        current = self._current
-        if current.window is not None:
-            current.window.announce(epoch)
-            current.access.warn_of_machines()
+        if self._current.window is not None:
+            self._current.window.announce(epoch)
 
     def _follow_epoch(self, held: HeldAttributes) -> None:
         """Follow what the dataset's ``set_epoch`` has changed, since when its attributes were ``held``."""
@@ -569,7 +567,7 @@ class CachedDataset(DatasetProxy[T]):
         if before is None or now is None or before.position.epoch < 0:
             return
         if before.sizes == now.sizes:
-            self._current.access.go_to(before.position)
+            now.go_to(before.position)
 
     def _read_uncached(self, why: str | None) -> None:
         """Read all samples from the dataset as it is now, uncached."""

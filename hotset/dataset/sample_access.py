@@ -28,7 +28,7 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from hotset._warnings import Warner
-from hotset.dataset.active_window import ActiveWindow, WindowPosition
+from hotset.dataset.active_window import ActiveWindow
 from hotset.dataset.attachment import Attachment
 from hotset.dataset.audit import Audit
 from hotset.dataset.pipeline import Source
@@ -128,11 +128,8 @@ class SampleAccess:
     def holds(self, positions: Ids | None) -> bool:
         """Whether all samples at these positions of the epoch, or at all, are cached now."""
         store = self.store
-        if store is None:
-            return False
-        if self._window is not None:
-            return store.holds(self._window.entries(positions))
-        return store.holds(positions)
+        ids = positions if self._window is None else self._window.entries(positions)
+        return store is not None and store.holds(ids)
 
     @property
     def at_once(self) -> int:
@@ -314,32 +311,6 @@ class SampleAccess:
     def _read(self) -> Read:
         """Reads samples from the source, up to the cut, by their sample ids."""
         return self._reader if self._window is None else self._window.read
-
-    # ---- a window in motion --------------------------------------------------------------------------
-
-    def begin_next(self, processes: int, context: Any) -> None:
-        """Begin the next epoch of the window, if there is a window and the user has not begun it.
-
-        Args:
-            processes: the number of prefetch workers.
-            context: the multiprocessing context that starts them, or its name.
-        """
-        if self._window is not None:
-            self._window.begin_next(processes, context)
-            self.warn_of_machines()
-
-    def prepare(self, processes: int, context: Any) -> None:
-        """Have the window's next samples prepared, while an epoch continues here.
-
-        The arguments are those of :meth:`begin_next`.
-        """
-        if self._window is not None:
-            self._window.prepare(processes, context)
-
-    def go_to(self, position: WindowPosition) -> None:
-        """Continue the window at this position."""
-        if self._window is not None:
-            self._window.go_to(position)
 
     # ---- counters and audits ----------------------------------------------------------
 

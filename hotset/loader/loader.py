@@ -35,6 +35,7 @@ from torch.utils.data import IterableDataset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from hotset._warnings import warn
+from hotset.dataset.active_window import ActiveWindow
 from hotset.dataset.cached_dataset import Current, current_of, fill_for_workers, pass_begins
 from hotset.dataset.planning.lost_threads import has_threads
 from hotset.dataset.streams.cached_stream import CachedStream, followed_passes, passes_of
@@ -153,14 +154,10 @@ class DataLoader(TorchDataLoader[T]):
     def _next_or_saved(self, saved: SavedState | None) -> Any:
         """Begin the next pass, or go on with a saved one, unless a window has moved on since."""
         windows = self._windows()
-        residents = [each.window for each in windows if each.window is not None]
-        moved_on = saved is not None and saved.has_moved_on(Beginning(self), residents)
-        if saved is None or moved_on or not saved.under_way:
-            for each in windows:
-                each.access.begin_next(self._helpers, self.multiprocessing_context)
-        else:
-            for each in windows:
-                each.access.prepare(self._helpers, self.multiprocessing_context)
+        moved_on = saved is not None and saved.has_moved_on(Beginning(self), windows)
+        begins = saved is None or moved_on or not saved.under_way
+        for window in windows:
+            (window.begin_next if begins else window.prepare)(self._helpers, self.multiprocessing_context)
         if saved is not None and not moved_on:
             return self._go_on(saved)
         streams = self.num_workers == 0 and self._reads_stream
@@ -193,7 +190,7 @@ class DataLoader(TorchDataLoader[T]):
     def _begin(self, run: EpochProgress, batches: Any) -> Any:
         """Begin a pass, or the rest of one, over these batches."""
         self._pass = run
-        run.watch = tuple(each.window.raise_errors for each in self._windows() if each.window)
+        run.watch = tuple(window.raise_errors for window in self._windows())
         self._workers_begun = True
         route = self._route()
         summary = EpochSummary(run.number, _length(self), route.caches if route is not None else [])
@@ -297,8 +294,8 @@ class DataLoader(TorchDataLoader[T]):
         if self._route() is None or (self._stream is not None and _is_of_stream(state)):
             saved.require_replay(self, cut)
         saved.restore_samplers(Beginning(self))
-        for each, position in zip(self._windows(), saved.windows, strict=True):
-            each.access.go_to(position)
+        for window, position in zip(self._windows(), saved.windows, strict=True):
+            window.go_to(position)
         if saved.same_rank:
             saved.restore_globals()
         self._saved = saved
@@ -344,7 +341,7 @@ class DataLoader(TorchDataLoader[T]):
         return batches
 
     def _header(self) -> dict[str, Any]:
-        windows = [each.window.state() for each in self._windows() if each.window]
+        windows = [window.state() for window in self._windows()]
         return header(self._identity(), cut_of(self.batch_sampler, self.sampler), self.num_workers, windows)
 
     @property
@@ -353,11 +350,11 @@ class DataLoader(TorchDataLoader[T]):
         cores = len(os.sched_getaffinity(0))
         return max(1, min(self.num_workers, cores - 1))
 
-    def _windows(self) -> list[Current]:
-        """What the caches behind the dataset are read by that have a running window."""
+    def _windows(self) -> list[ActiveWindow]:
+        """The running windows of the caches behind the dataset."""
         route = route_to(self.dataset)
-        currents = route.currents if route is not None else []
-        return list({id(each): each for each in currents if each.window is not None}.values())
+        found = [each.window for each in route.currents if each.window] if route is not None else []
+        return list({id(window): window for window in found}.values())
 
     def _identity(self) -> dict[str, Any]:
         stream = self._stream

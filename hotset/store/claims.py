@@ -151,12 +151,10 @@ class Participant:
         """
         if not self.segment.bounded:
             return True
-        deadline = time.monotonic() + timeout
-        fd = self._locks.process().value
+        fd, pauses = self._locks.process().value, locks.Pauses(timeout)
         while locks.is_locked(fd, _READING):
-            if time.monotonic() > deadline:
+            if not pauses.pause():
                 return False
-            time.sleep(1e-3)
         return True
 
     def leave(self) -> None:

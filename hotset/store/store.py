@@ -39,7 +39,6 @@ A store that was *invalidated*, because its content is wrong or its session is g
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -56,6 +55,7 @@ from hotset.store.fill import Filler, Read
 from hotset.store.format import CLAIMED, PRESENT, RECORD_HEADER, ROW_MASK, Geometry, Live, Slot
 from hotset.store.fsck import check_segment, check_tiers
 from hotset.store.leaves.schema import Schema
+from hotset.store.locks import Pauses
 from hotset.store.record_batch import RecordBatch, VariableTails
 from hotset.store.segment import Address, Segment, Words, require_index_room
 from hotset.store.spill import Spill, SpillTo, StagedBatch, attach_spill
@@ -533,7 +533,7 @@ class Store:
 
     def clear(self, timeout: float = 5.0) -> bool:
         """Forget every sample, in all processes; False if some process did not finish writing in time."""
-        deadline = time.monotonic() + timeout
+        pauses = Pauses(timeout)
         while True:
             with self.participant.short_lock() as held:
                 words = self.segment.used_index
@@ -541,9 +541,8 @@ class Store:
                 if held and not any(self.filler.claims.is_open(word) for word in set(claimed.tolist())):
                     self._forget_everything()
                     return True
-            if time.monotonic() > deadline:
+            if not pauses.pause():
                 return False
-            time.sleep(2e-3)
 
     def _finish_clear(self) -> None:
         """Finish a clear whose process died during it."""
