@@ -218,8 +218,8 @@ class SampleAccess:
         Returns:
             The samples that were not stored, by sample id.
         """
-        records, uncached = self.bring(ids, keep=keep, read=read)
-        return {**self.taken_apart(records), **uncached}
+        records, uncached = self.receive(ids, keep=keep, read=read)
+        return {**self.decoded(records), **uncached}
 
     def fill_ahead(self, ids: Ids) -> bool:
         """Fill the cache with samples that this process will use later; their first use is no hit then.
@@ -235,23 +235,23 @@ class SampleAccess:
         self._read_ahead.update(ids[stored].tolist())
         return bool((stored | store.index.drawing(ids)).all())
 
-    def bring(
+    def receive(
         self, ids: Ids, *, keep: bool = True, read: Read | None = None
     ) -> tuple[list[RecordBatch], dict[int, Any]]:
-        """As :meth:`fill`; the records that other machines sent are returned first, undecoded."""
+        """As :meth:`fill`, but the records that other machines sent are returned undecoded, and first."""
         store, read = self.store, read or self._read
         if store is None:
             return [], {}
         records: list[RecordBatch] = []
         uncached: dict[int, Any] = {}
         if self._remote is not None:
-            brought = self._remote.fetch(store, ids, read)
+            fetched = self._remote.fetch(store, ids, read)
             self.warn_of_machines()
-            records, uncached = brought.records, brought.read
-            if brought.unkept:
+            records, uncached = fetched.records, fetched.read
+            if fetched.unkept:
                 self._warn_of_shortage(store)
             self._audit_theirs(records, store)
-            ids = ids[np.isin(ids, brought.ids(), invert=True)]
+            ids = ids[np.isin(ids, fetched.ids(), invert=True)]
         got = store.fill(ids, read, keep=keep)
         if self._reader.trouble is not None:
             trouble, self._reader.trouble = self._reader.trouble, None
@@ -262,7 +262,7 @@ class SampleAccess:
             self._warn_of_shortage(store)
         return records, {**uncached, **got}
 
-    def taken_apart(self, records: list[RecordBatch]) -> dict[int, Any]:
+    def decoded(self, records: list[RecordBatch]) -> dict[int, Any]:
         """The samples of received records, by sample id; the caller owns each."""
         store = self.store
         if store is None or not records:
@@ -297,8 +297,8 @@ class SampleAccess:
                 return copies[0]
             store = self.store
         if store is not None and self._remote is not None and not store.index.drawing(ids).any():
-            records, uncached = self.bring(ids)
-            received = {**self.taken_apart(records), **uncached}
+            records, uncached = self.receive(ids)
+            received = {**self.decoded(records), **uncached}
             if received:
                 return received[sample]
         self.draws = True
@@ -367,7 +367,7 @@ class SampleAccess:
         theirs = sum(len(each.ids) for each in records)
         due = self._audit.due(theirs, self._audited) if self._audit is not None else None
         if due is not None:
-            for number, value in list(self.taken_apart(records).items())[due : due + 1]:
+            for number, value in list(self.decoded(records).items())[due : due + 1]:
                 self._compare(number, value, store)
 
     def _compare(self, number: int, cached: Any, store: Store) -> None:

@@ -99,7 +99,7 @@ class BatchBuilder:
         before = store.filler.reads if store is not None else 0
         # Large samples that were just read are collated as they are: their records' pages are not mapped yet.
         # Small ones share pages, and to gather them takes less time than to collate them.
-        records, uncached = access.bring(ids, keep=store is None or store.schema.stride > _SMALL)
+        records, uncached = access.receive(ids, keep=store is None or store.schema.stride > _SMALL)
         copy = prepare(ids, records) if 2 * len(uncached) < len(ids) else None
         if copy is not None:
             one_thread(copy.run)
@@ -108,7 +108,7 @@ class BatchBuilder:
                 read = store.filler.reads - before if store is not None else 0
                 if access.count_hits(ids, less=read + sum(len(each.ids) for each in records)):
                     return batch, uncached
-        return None, {**access.taken_apart(records), **uncached}
+        return None, {**access.decoded(records), **uncached}
 
 
 class LocalGather:

@@ -234,18 +234,19 @@ class LocalBatches:
             # The store was cleared, and what was gathered with this batch must not be used either.
             self._several = None
         resolved = self._builder.resolve(indices)
-        if resolved is None or self._gather is None:
+        gather = self._gather
+        if resolved is None or gather is None:
             return self._build(indices, resolved)
         ids = self._route.sample_ids(resolved)
-        worth = self._gather.size(len(resolved)) >= _WORTH_A_THREAD
+        worth = gather.size(len(resolved)) >= _WORTH_A_THREAD
         if self._ahead.pending or worth:
-            batch = self._gather_ahead(ids, _AHEAD if worth else 0)
+            batch = self._gather_ahead(gather, ids, _AHEAD if worth else 0)
         else:
-            batch = self._gather_here(ids)
+            batch = self._gather_here(gather, ids)
         if batch is not None and self._may_be_served(ids):
             return batch
         # Samples from other machines are copied straight into the batch.
-        batch, uncached = self._builder.filled(ids, self._gather.prepare, self._gather.finish)
+        batch, uncached = self._builder.filled(ids, gather.prepare, gather.finish)
         if batch is not None:
             return batch
         return self._build(indices, resolved, uncached)
@@ -262,19 +263,18 @@ class LocalBatches:
         """Count the hits of a batch that was gathered; False if an audit of one has found a difference."""
         return self._single is None or self._single.access.count_hits(ids)
 
-    def _gather_here(self, ids: Ids) -> Any | None:
+    def _gather_here(self, gather: LocalGather, ids: Ids) -> Any | None:
         """The batch; if it is small, the next ones are gathered with it."""
-        assert self._gather is not None
-        if not self._gather.holds(ids):
+        if not gather.holds(ids):
             return None  # to look for the next ones takes longer
-        run = [ids, *self._known(self._gather.run_length(len(ids), self._longest) - 1)]
-        copy = self._gather.prepare(ids if len(run) == 1 else np.concatenate(run))
+        run = [ids, *self._known(gather.run_length(len(ids), self._longest) - 1)]
+        copy = gather.prepare(ids if len(run) == 1 else np.concatenate(run))
         if copy is None:
             return None
         one_thread(copy.run)
         if len(run) == 1:
-            return self._gather.finish(copy)
-        self._several = _Several(self._gather, copy, run)
+            return gather.finish(copy)
+        self._several = _Several(gather, copy, run)
         return self._several.next().batch
 
     def _known(self, count: int) -> list[Ids]:
@@ -290,21 +290,20 @@ class LocalBatches:
         ends = list(itertools.accumulate(map(len, batches)))
         return np.split(self._route.sample_ids(resolved), ends[:-1])
 
-    def _gather_ahead(self, ids: Ids, distance: int) -> Any | None:
+    def _gather_ahead(self, gather: LocalGather, ids: Ids, distance: int) -> Any | None:
         """The batch from the thread, which then has up to ``distance`` batches to make, this one included."""
-        assert self._gather is not None
         ahead = self._ahead
         if ahead.pending == 0:
-            ahead.ask(partial(_copied, self._gather.prepare(ids)))
+            ahead.ask(partial(_copied, gather.prepare(ids)))
         # Ask for the next batches before waiting for this one, so that the thread never idles.
         while ahead.pending < distance:
             later = self._order.peek(ahead.pending - 1)
             resolved = self._route.resolve(later) if later is not None else None
             if resolved is None:
                 break
-            ahead.ask(partial(_copied, self._gather.prepare(self._route.sample_ids(resolved))))
+            ahead.ask(partial(_copied, gather.prepare(self._route.sample_ids(resolved))))
         copy = ahead.next()
-        return self._gather.finish(copy) if copy is not None else None
+        return gather.finish(copy) if copy is not None else None
 
     def __len__(self) -> int:
         return self._run.summary.batches_expected

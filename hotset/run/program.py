@@ -55,16 +55,17 @@ def run_program(
         A status as that of :func:`os.waitpid`.
     """
     terminal = _terminal()
-    ready, told = os.pipe()  # both ends close as a program is executed
+    reader, writer = os.pipe()  # both ends close as a program is executed
     caught: list[int] = []
     with _catching(caught.append):
         pid = os.fork()
         if pid == 0:
-            _become(command, environment, terminal, told, stdout, takes_sigint)
-        os.close(told)
+            _become(command, environment, terminal, writer, stdout, takes_sigint)
+        os.close(writer)
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)  # in both processes, as either may be first
-        failure = _read_all(ready)
+        with open(reader, "rb") as file:
+            failure = file.read()
         if failure:
             os.waitpid(pid, 0)
             _take(terminal)
@@ -87,7 +88,7 @@ def _become(
     command: Sequence[str],
     environment: Mapping[str, str],
     terminal: int | None,
-    told: int,
+    writer: int,
     stdout: int,
     takes_sigint: bool,
 ) -> None:
@@ -106,14 +107,9 @@ def _become(
             os.dup2(stdout, 1)
         os.execvpe(command[0], list(command), dict(environment))
     except OSError as error:
-        os.write(told, str(error.errno or 1).encode())
+        os.write(writer, str(error.errno or 1).encode())
     finally:
         os._exit(_NOT_FOUND)
-
-
-def _read_all(ready: int) -> bytes:
-    with open(ready, "rb") as file:
-        return file.read()
 
 
 def _say_failure(name: str, errno: int, say: Callable[[str], None]) -> int:

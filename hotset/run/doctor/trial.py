@@ -77,17 +77,17 @@ def in_fork(
     Returns:
         JSON, one line.
     """
-    ready, told = os.pipe()
+    reader, writer = os.pipe()
     program = parent_death_signal()
     child = os.fork()
     if child == 0:
-        _child(settings, step, drops, decodes, told, program)
-    os.close(told)
+        _child(settings, step, drops, decodes, writer, program)
+    os.close(writer)
     deadline = time.monotonic() + _PATIENCE_SECONDS
     try:
-        lines = _read(ready, deadline).split("\n")
+        lines = _read(reader, deadline).split("\n")
     finally:
-        os.close(ready)
+        os.close(reader)
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -101,13 +101,13 @@ def in_fork(
     return json.dumps({**found, "refused": reason, "late": True})
 
 
-def _read(ready: int, deadline: float) -> str:
+def _read(reader: int, deadline: float) -> str:
     """Read lines until there is an empty one, which is the last."""
     parts: list[bytes] = []
-    os.set_blocking(ready, False)
+    os.set_blocking(reader, False)
     while time.monotonic() < deadline:
         try:
-            parts.append(os.read(ready, 1 << 16))
+            parts.append(os.read(reader, 1 << 16))
         except BlockingIOError:
             time.sleep(0.02)
             continue
@@ -122,7 +122,7 @@ def _child(
     step: StepLength | None,
     drops: bool,
     decodes: bool,
-    told: int,
+    writer: int,
     program: ParentDeathSignal,
 ) -> None:
     """In the fork: try, say what came out, and end without the program's own endings, or with the program."""
@@ -141,12 +141,12 @@ def _child(
         gc.freeze()  # what hotset has imported must not make workers look at all objects: see sitecustomize
         warnings.simplefilter("ignore")
         for found in _tried(settings, step, drops, decodes):
-            os.write(told, f"{json.dumps(found)}\n".encode())
+            os.write(writer, f"{json.dumps(found)}\n".encode())
         _kill_workers()
-        os.write(told, b"\n")  # whoever reads this kills this process
+        os.write(writer, b"\n")  # whoever reads this kills this process
     except BaseException as error:
         with contextlib.suppress(OSError):
-            os.write(told, f"{json.dumps({'refused': sentence_of(error), 'loaders': {}})}\n\n".encode())
+            os.write(writer, f"{json.dumps({'refused': sentence_of(error), 'loaders': {}})}\n\n".encode())
     finally:
         _kill_workers()
         os._exit(0)
