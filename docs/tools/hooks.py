@@ -30,7 +30,7 @@ REFERENCE: dict[str, tuple[str, str, list[str]]] = {
                 "hotset.cache",
                 "hotset.CachedDataset",
                 "hotset.CachedStream",
-                "hotset.dataset.planning.plan.Plan",
+                "hotset.dataset.plan.Plan",
             ),
             "hotset.dataset.stats.Stats",
             *("hotset.Window", "hotset.deterministic", "hotset.nondeterministic", "hotset.split"),

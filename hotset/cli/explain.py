@@ -119,8 +119,7 @@ def _is_chain(found: Any) -> bool:
 
 
 def _explained_chain(chain: Any, strict: bool) -> str:
-    from hotset.dataset.planning.cut_search import Row
-    from hotset.dataset.planning.plan import table
+    from hotset.dataset.plan import Row, table
     from hotset.determinism.chain import leaves
     from hotset.determinism.verdict import verdict_of
 

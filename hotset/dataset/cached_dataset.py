@@ -58,7 +58,7 @@ from hotset.dataset.fill_now import fill_now, require_worker_count
 from hotset.dataset.held_attributes import HeldAttributes
 from hotset.dataset.identity import Identity
 from hotset.dataset.pipeline import Pipeline, SampleStopped, Source, stopped
-from hotset.dataset.planning.plan import Plan
+from hotset.dataset.plan import Plan
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.stats import Stats, stats_of
 from hotset.dataset.streams.source import StreamSource

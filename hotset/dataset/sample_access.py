@@ -32,7 +32,7 @@ from hotset.dataset.active_window import ActiveWindow
 from hotset.dataset.attachment import Attachment
 from hotset.dataset.audit import Audit
 from hotset.dataset.pipeline import Source
-from hotset.dataset.planning.plan import Plan
+from hotset.dataset.plan import Plan
 from hotset.dataset.source_reader import NotingReader, SourceReader
 from hotset.determinism.declare import declared
 from hotset.determinism.draws.draw_watch import DrawWatch

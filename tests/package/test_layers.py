@@ -121,6 +121,18 @@ def test_no_imports_go_in_a_circle() -> None:
         pytest.fail(" is imported by ".join(error.args[1]))
 
 
+def test_no_folders_side_by_side_import_each_other() -> None:
+    """Not a folder and the one that it lies in: that one may begin what is below, and hold what it needs."""
+    graph: dict[str, set[str]] = {}
+    for module in MODULES:
+        folder, around = module.rpartition(".")[0], module.rpartition(".")[0].rpartition(".")[0]
+        its = (name.rpartition(".")[0] for _, name in imports(module) if name in MODULES)
+        graph.setdefault(folder, set()).update(
+            name for name in its if name != folder and name.rpartition(".")[0] == around != "hotset"
+        )
+    graphlib.TopologicalSorter(graph).prepare()
+
+
 def test_the_reading_of_imports_sees_those_inside_functions() -> None:
     """Otherwise the test above would test nothing."""
     found = {name for _, name in imports("hotset.store.leaves.pictures")}

@@ -173,7 +173,7 @@ def read_all(state: dict[str, Any]) -> int:
     return found
 
 
-def plan(state: dict[str, Any]) -> hotset.dataset.planning.plan.Plan:
+def plan(state: dict[str, Any]) -> hotset.dataset.plan.Plan:
     return state["cached"].plan
 
 

@@ -24,6 +24,7 @@ import torch
 
 from hotset._warnings import printable
 from hotset.dataset.pipeline import UNUSED, Chain, ChainCut, Cuts, Pipeline, SamplePath
+from hotset.dataset.plan import Row
 from hotset.dataset.planning.call_sites import reaction
 from hotset.dataset.planning.cut_check import differs_when_cut
 from hotset.dataset.planning.recorder import (
@@ -47,31 +48,11 @@ from hotset.errors import ArgumentError, NotCacheable
 from hotset.policy.cut_point import cheapest_cut
 from hotset.units import format_bytes
 
-__all__ = ["CutChoice", "Row", "choose"]
+__all__ = ["CutChoice", "choose"]
 
 _LIVE_SECONDS = 0.5
 # Of a dataset's own chains, the one whose transforms `cut=` counts.
 _MAIN = ("transform", "transforms")
-
-
-class Row(NamedTuple):
-    """A line of the plan: a transform, or the dataset itself.
-
-    Attributes:
-        name: the transform's name.
-        kind: ``"deterministic"``, ``"random"``, ``"unknown"``; ``"source"`` for the dataset.
-        evidence: how that is known.
-        seconds: what it takes for one sample; None if it was not run.
-        bytes: the size of a sample after it; None if it was not run.
-        cached: whether it runs once per sample, before the cut.
-    """
-
-    name: str
-    kind: str
-    evidence: str
-    seconds: float | None
-    bytes: int | None
-    cached: bool
 
 
 @dataclass(frozen=True)

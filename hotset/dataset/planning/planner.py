@@ -29,10 +29,10 @@ from hotset.dataset.arguments import CacheOptions
 from hotset.dataset.held_attributes import HeldAttributes, Room
 from hotset.dataset.identity import Identity, NotShared, unshareable
 from hotset.dataset.pipeline import Cuts, Pipeline, Source
-from hotset.dataset.planning.cut_search import CutChoice, Row, choose
+from hotset.dataset.plan import Plan, Row, file_bytes, remedies
+from hotset.dataset.planning.cut_search import CutChoice, choose
 from hotset.dataset.planning.lost_threads import has_threads, polars_was_begun
 from hotset.dataset.planning.memory_budget import held_by_others, memory_limit, window_sizes
-from hotset.dataset.planning.plan import Plan, file_bytes, remedies
 from hotset.dataset.planning.source_judgement import judge_source
 from hotset.dataset.source_reader import seconds_in_groups
 from hotset.dataset.streams.probe import batch_size_of, has_shuffle

@@ -29,7 +29,7 @@ from hotset.dataset.cached_dataset import Make, current_of
 from hotset.dataset.dataset_proxy import DatasetProxy, Own
 from hotset.dataset.fill_now import require_worker_count
 from hotset.dataset.parent_death import parent_death_signal
-from hotset.dataset.planning.plan import Plan
+from hotset.dataset.plan import Plan
 from hotset.dataset.stats import Stats, stats_of
 from hotset.dataset.streams.passes import StreamPasses
 from hotset.dataset.streams.probe import is_hugging_face

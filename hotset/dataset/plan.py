@@ -16,12 +16,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import Subset
 
 from hotset.dataset.pipeline import Cuts
-from hotset.dataset.planning.cut_search import Row
 from hotset.dataset.window import Sizes
 from hotset.determinism.objects.object_graph import attributes
 from hotset.determinism.objects.safe_access import elements
@@ -29,12 +28,32 @@ from hotset.session.job import this_job
 from hotset.session.session_definition import Session
 from hotset.units import format_bytes, format_seconds
 
-__all__ = ["Plan", "file_bytes", "remedies", "table"]
+__all__ = ["Plan", "Row", "file_bytes", "remedies", "table"]
 
 # How much of a disk :mod:`hotset.store.spill` leaves free.
 _DISK_RESERVE = "64 MiB or a hundredth of the disk, whichever is more,"
 # A smaller sample is mentioned if it takes at most this share of one at the cut.
 _SMALLER = 0.6
+
+
+class Row(NamedTuple):
+    """A line of the plan: a transform, or the dataset itself.
+
+    Attributes:
+        name: the transform's name.
+        kind: ``"deterministic"``, ``"random"``, ``"unknown"``; ``"source"`` for the dataset.
+        evidence: how that is known.
+        seconds: what it takes for one sample; None if it was not run.
+        bytes: the size of a sample after it; None if it was not run.
+        cached: whether it runs once per sample, before the cut.
+    """
+
+    name: str
+    kind: str
+    evidence: str
+    seconds: float | None
+    bytes: int | None
+    cached: bool
 
 
 @dataclass(frozen=True, repr=False)
@@ -45,7 +64,7 @@ class Plan:
         name: the name of the dataset's class.
         fingerprint: 32 hexadecimal digits that identify the source and its cached transforms, or the key.
         rows: the dataset and its transforms, in the order in which they are applied: see
-            :class:`~hotset.dataset.planning.cut_search.Row`.
+            :class:`Row`.
         samples: the length of the dataset.
         sample_bytes: mean bytes of a record, measured on the samples that were read; 0 if none can be cached.
         sample_seconds: typical time to read one, cached transforms included, in one thread.
@@ -158,7 +177,7 @@ class Plan:
             ``name, fingerprint, samples, used, sample_bytes, sample_seconds, limit, held, room, total_bytes,
             fits, spill, audited, notes, warnings`` are the attributes and properties. ``window`` is a
             dictionary of :class:`~hotset.dataset.window.Sizes`, or None, and ``transforms`` a list of
-            dictionaries of :class:`~hotset.dataset.planning.cut_search.Row`, the dataset first. Times are in
+            dictionaries of :class:`Row`, the dataset first. Times are in
             seconds, sizes in bytes.
 
         Example:
