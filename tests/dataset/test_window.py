@@ -924,7 +924,7 @@ def test_there_are_as_many_helpers_as_workers_and_a_core_is_left(
     begun: list[int] = []
     cached = make()
     monkeypatch.setattr(
-        type(current_of(cached).access),
+        type(current_of(cached).window),
         "begin_next",
         lambda self, processes, context: begun.append(processes),
     )

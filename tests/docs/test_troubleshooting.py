@@ -47,7 +47,7 @@ COMPOSED: dict[tuple[str, str], tuple[str, ...]] = {
         "dataset/planning/lost_threads.py:polars_was_begun",
     ),
     ("dataset/prefetch/pool.py", "PrefetchPool._warn"): (),
-    ("dataset/sample_access.py", "SampleAccess.bring"): (
+    ("dataset/sample_access.py", "SampleAccess.receive"): (
         "dataset/source_reader.py:SourceReader._read_alone",
         "session/reclaim.py:sentence_about",
     ),
