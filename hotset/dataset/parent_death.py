@@ -17,7 +17,7 @@ import select
 import signal
 from typing import NamedTuple
 
-from hotset.store.locks import can_reopen
+from hotset.store import locks
 
 __all__ = ["ParentDeathSignal", "parent_death_signal"]
 
@@ -54,7 +54,7 @@ class ParentDeathSignal(NamedTuple):
         try:
             end = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
-            if not can_reopen():
+            if not locks.can_reopen():
                 raise OSError("/proc is not mounted here") from None
             raise ProcessLookupError(_GONE) from None
         if os.fstat(end).st_ino != self.inode:
@@ -81,7 +81,7 @@ class ParentDeathSignal(NamedTuple):
             pass
 
 
-_ends: tuple[int, int] | None = None
+_ends: list[tuple[int, locks.File | None]] = []
 
 
 def parent_death_signal() -> ParentDeathSignal:
@@ -90,19 +90,19 @@ def parent_death_signal() -> ParentDeathSignal:
     Raises:
         OSError: no descriptor is left.
     """
-    global _ends
-    if _ends is None:
-        _ends = os.pipe()
-    return ParentDeathSignal(os.getpid(), _ends[0], os.fstat(_ends[0]).st_ino)
+    # A program that has closed all descriptors has closed these, and what it opened since has their numbers.
+    if not all(locks.file_of(fd) == file for fd, file in _ends):
+        _close_ends()
+    if not _ends:
+        _ends.extend((fd, locks.file_of(fd)) for fd in os.pipe())
+    fd = _ends[0][0]
+    return ParentDeathSignal(os.getpid(), fd, os.fstat(fd).st_ino)
 
 
-def _close_inherited() -> None:
-    """Close the inherited ends in a forked child: with them open, its siblings would outlive the parent."""
-    global _ends
-    if _ends is not None:
-        for end in _ends:
-            os.close(end)
-        _ends = None
+def _close_ends() -> None:
+    """Close the ends; in a forked child, whose siblings would outlive the parent, those that it inherited."""
+    while _ends:
+        locks.close_own(*_ends.pop())
 
 
-os.register_at_fork(after_in_child=_close_inherited)
+os.register_at_fork(after_in_child=_close_ends)

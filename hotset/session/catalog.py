@@ -181,15 +181,6 @@ class CatalogHandle:
         return CatalogHandle, (self.nonce, self.name)
 
 
-def _identity(fd: int) -> tuple[int, int]:
-    """Device and inode of the file behind a descriptor; -1 if the descriptor is closed."""
-    try:
-        status = os.fstat(fd)
-    except OSError:
-        return -1, -1
-    return status.st_dev, status.st_ino
-
-
 class _Share(locks.Description):
     """A shared lock on a cache's file, held by the process that took it."""
 
@@ -198,7 +189,6 @@ class _Share(locks.Description):
         self.file = file
         self._folder = ""
         self._pid = 0
-        self._identity = (0, 0)
         self._offered = False
 
     def hold(self, fd: int, folder: int) -> None:
@@ -206,7 +196,6 @@ class _Share(locks.Description):
         self.value = fd
         self._folder = path_of(folder)
         self._pid = os.getpid()
-        self._identity = _identity(fd)
         self._offered = False
 
     def take(self) -> bool:
@@ -234,8 +223,8 @@ class _Share(locks.Description):
             self.close()
         if self.value < 0:
             return
-        fd, self.value = self.value, -1
-        if _identity(fd) != self._identity:
+        fd, file, self.value = self.value, self._file, -1
+        if locks.file_of(fd) != file:
             return  # the program has closed all descriptors, and this number may be another file's by now
         try:
             locks.unlock(fd, _LIFE)

@@ -75,9 +75,10 @@ class Quota:
 
     def __init__(self, folder: int, file: str) -> None:
         fd = open_at(folder, file)
+        opened = locks.file_of(fd)
         self._holds = False
         self._used_row = -1
-        self._file_lock = locks.FileLock(lambda: fd, self._after_fork_in_child)
+        self._file_lock = locks.FileLock(lambda: locks.own(fd, opened), self._after_fork_in_child)
         self._parent: tuple[Quota, int] | None = None
         try:
             self.head: dict[str, Any] = _read_head(fd, file)
@@ -87,7 +88,7 @@ class Quota:
             raise
         self._words: npt.NDArray[np.int64] = words
         self._rows = words[_FIRST_ROW : _FIRST_ROW + _ROWS * _ROW_WORDS].reshape(_ROWS, _ROW_WORDS)
-        self._closer = weakref.finalize(self, os.close, fd)
+        self._closer = weakref.finalize(self, locks.close_own, fd, opened)
         self._closer.atexit = False
 
     @staticmethod

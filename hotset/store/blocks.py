@@ -35,6 +35,7 @@ import threading
 import weakref
 from typing import Any
 
+from hotset.store import locks
 from hotset.store.format import PAGE
 from hotset.store.segment import Address
 
@@ -100,7 +101,8 @@ class BlockPool:
         self._fd = -1
         if shared:
             self._fd = os.memfd_create("hotset-blocks", os.MFD_CLOEXEC)
-            weakref.finalize(self, os.close, self._fd).atexit = False
+            self._file = locks.file_of(self._fd)
+            weakref.finalize(self, locks.close_own, self._fd, self._file).atexit = False
             most = max(min(_MOST_BLOCKS, _MOST_BYTES // self.block_bytes), 64)
             self._most = min(most, _allowed_bytes() // self.block_bytes)
             if not self._most:
@@ -112,7 +114,8 @@ class BlockPool:
     @property
     def address(self) -> Address:
         """Where workers find a shared pool's memory (its nonce is empty: the inode identifies it)."""
-        return Address(self._pid, self._fd, os.fstat(self._fd).st_ino, b"")
+        fd = locks.own(self._fd, self._file)
+        return Address(self._pid, fd, os.fstat(fd).st_ino, b"")
 
     @property
     def is_ours(self) -> bool:

@@ -76,7 +76,7 @@ class Participant:
         self.segment = segment
         # In a file that may be damaged, an inherited extent might be somebody's record.
         self.inherits = segment.trusted
-        self._locks = locks.FileLock(lambda: segment.fd, self._after_fork_in_child)
+        self._locks = locks.FileLock(segment.own_fd, self._after_fork_in_child)
         self._slot = -1
         self.thread_lock: contextlib.AbstractContextManager[object] = threading.RLock()
         self._give_up_until = 0.0
@@ -100,7 +100,7 @@ class Participant:
     def _take_slot(self) -> int:
         try:
             fd = self._locks.process().value
-        except OSError:  # no descriptor left, or detached: this process reads without claims
+        except OSError:  # no descriptor left, or closed, or detached: this process reads without claims
             return -1
         for slot in range(SLOTS):
             if locks.try_lock(fd, 1 + slot):
@@ -141,8 +141,11 @@ class Participant:
             return contextlib.nullcontext(False)
 
     def is_alive(self, slot: int) -> bool:
-        """Whether a process holds ``slot`` at this moment."""
-        return slot == self._slot or locks.is_locked(self._locks.process().value, 1 + slot)
+        """Whether a process holds ``slot`` at this moment; True, too, where this process cannot tell."""
+        try:
+            return slot == self._slot or locks.is_locked(self._locks.process().value, 1 + slot)
+        except OSError:  # no descriptor left, or closed, or detached
+            return True
 
     def wait_for_readers(self, timeout: float) -> bool:
         """Wait until no process reads records; False if one still did after ``timeout`` seconds.

@@ -33,12 +33,18 @@ Nothing here waits in the kernel (``F_OFD_SETLKW``): a holder that was stopped b
 would hang everyone behind it for ever. :func:`lock` tries, sleeps and tries again up to its deadline.
 
 A byte need not exist in the file: locks may lie beyond its end.
+
+A program that closes all descriptors (:func:`os.closerange`, as one that becomes a daemon does) ends the
+locks too, and what it opens next gets their numbers. So a number is used only while the file behind it is the
+one that it was (:func:`own`): nothing of the program's is locked, written to or closed, and what needs a lock
+gets an ``OSError``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import functools
 import operator
@@ -55,9 +61,12 @@ __all__ = [
     "Held",
     "Pauses",
     "can_reopen",
+    "close_own",
+    "file_of",
     "is_locked",
     "is_shared",
     "lock",
+    "own",
     "reopen",
     "try_lock",
     "unlock",
@@ -73,6 +82,9 @@ _pack = _FLOCK.pack
 _fcntl = ctypes.PyDLL(None).fcntl
 _fcntl.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_char_p, *[ctypes.py_object] * 3]
 _fcntl.restype = None
+
+
+File = tuple[int, int]  # device and inode
 
 
 class Pauses:
@@ -101,6 +113,38 @@ class Pauses:
         time.sleep(min(self._next, left))
         self._next = min(2 * self._next, self._longest)
         return True
+
+
+def file_of(fd: int, fstat: Callable[[int], os.stat_result] = os.fstat) -> File | None:
+    """Which file is behind ``fd``; None if it is closed."""
+    # Bound above, here and below: when the interpreter ends, this module's own names may be gone already.
+    try:
+        status = fstat(fd)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def own(fd: int, file: File | None) -> int:
+    """Return ``fd``, once it is known to be still of that file.
+
+    Raises:
+        OSError: the program has closed it, and it is another file's now, or nobody's.
+    """
+    if fd < 0 or file_of(fd) != file:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+    return fd
+
+
+def close_own(
+    fd: int,
+    file: File | None,
+    file_of: Callable[[int], File | None] = file_of,
+    close: Callable[[int], None] = os.close,
+) -> None:
+    """Close ``fd``, if it is still of that file."""
+    if fd >= 0 and file_of(fd) == file:
+        close(fd)
 
 
 def reopen(fd: int) -> int:
@@ -205,23 +249,36 @@ class Description:
         value: the number; -1 when it is closed.
     """
 
-    value = -1
+    _fd = -1
+    _file: File | None = None
 
     def __init__(self, fd: int = -1) -> None:
         self.value = fd
         _descriptions.add(self)
 
-    _as_parameter_ = property(operator.attrgetter("value"))  # what ctypes passes for it
+    @property
+    def value(self) -> int:
+        return self._fd
 
-    def close(self, close: Callable[[int], None] = os.close) -> None:
+    @value.setter
+    def value(self, fd: int) -> None:
+        self._fd, self._file = fd, file_of(fd)
+
+    _as_parameter_ = property(operator.attrgetter("_fd"))  # what ctypes passes for it
+
+    def own(self) -> Description:
+        """Return itself.
+
+        Raises:
+            OSError: see :func:`own`.
+        """
+        own(self._fd, self._file)
+        return self
+
+    def close(self, close_own: Callable[[int, File | None], None] = close_own) -> None:
         """Close it, and with it end all its locks."""
-        # Bound above: when the interpreter ends, this module's own names may be gone already.
-        fd, self.value = self.value, -1
-        if fd >= 0:
-            try:
-                close(fd)
-            except OSError:  # the program has closed all descriptors itself; contextlib may be gone by now
-                return
+        fd, self._fd = self._fd, -1
+        close_own(fd, self._file)
 
     def __del__(self) -> None:
         self.close()
@@ -307,7 +364,7 @@ class FileLock:
         """Return the description of this process, by which no block locks anything.
 
         Raises:
-            OSError: as :func:`reopen`.
+            OSError: as :func:`reopen` and :func:`own`.
         """
         return self._description(0)
 
@@ -315,7 +372,7 @@ class FileLock:
         """Return the description of this thread, for :class:`Held`.
 
         Raises:
-            OSError: as :func:`reopen`.
+            OSError: as :func:`reopen` and :func:`own`.
         """
         return self._description(threading.get_ident())
 
@@ -324,7 +381,7 @@ class FileLock:
         if description is None:
             # Two threads may come here for the process: one call of C code keeps the first one's.
             description = self._own.setdefault(of, Description(reopen(self._file())))
-        return description
+        return description.own()
 
     def close(self) -> None:
         """Close them all, and with them end all locks; they are opened anew when they are needed."""

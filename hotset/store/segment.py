@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hotset.errors import SegmentError, UnsupportedPlatform
-from hotset.store import memory_limits
+from hotset.store import locks, memory_limits
 from hotset.store.format import (
     HEADER_BYTES,
     LIVE_AT,
@@ -89,7 +89,7 @@ class Segment:
 
     def __init__(self, fd: int, geometry: Geometry, nonce: bytes, *, named: bool) -> None:
         self.fd = fd
-        self._file = ((status := os.fstat(fd)).st_dev, status.st_ino)
+        self._file = locks.file_of(fd)
         self.geometry = geometry
         self.nonce = nonce
         self.trusted = _is_in_memory(fd)
@@ -200,7 +200,7 @@ class Segment:
     @property
     def address(self) -> Address:
         """Where another process of this user finds this segment while this process lives."""
-        return Address(os.getpid(), self.fd, os.fstat(self.fd).st_ino, self.nonce)
+        return Address(os.getpid(), self.fd, os.fstat(self.own_fd()).st_ino, self.nonce)
 
     @property
     def used_index(self) -> Words:
@@ -237,25 +237,20 @@ class Segment:
         To be called before the first touch: a write to a page that a full tmpfs cannot allocate is SIGBUS.
         """
         try:
-            os.posix_fallocate(self._own_fd(), offset, length)
+            os.posix_fallocate(self.own_fd(), offset, length)
         except OSError as error:
             if error.errno == errno.EINVAL or self.fd < 0:
                 raise  # a length that cannot be allocated, or closed: a bug
             return False  # the file system is full, failing or read-only, or the program closed this
         return True
 
-    def _own_fd(self) -> int:
+    def own_fd(self) -> int:
         """The descriptor, once it is known to be this file's still.
 
-        A program that closes all descriptors (:func:`os.closerange`) may get this number for its own file.
-
         Raises:
-            OSError: it is another file's, or nobody's.
+            OSError: see :func:`hotset.store.locks.own`.
         """
-        status = os.fstat(self.fd)
-        if (status.st_dev, status.st_ino) != self._file:
-            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-        return self.fd
+        return locks.own(self.fd, self._file)
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write to the file, not through the mapping, so that its pages are not faulted in.
@@ -264,7 +259,7 @@ class Segment:
             OSError: the file system cannot store it, or this segment is closed.
         """
         while len(data):
-            written = os.pwrite(self._own_fd(), data, offset)
+            written = os.pwrite(self.own_fd(), data, offset)
             data, offset = data[written:], offset + written
 
     def read(self, offset: int, into: memoryview) -> bool:
@@ -300,9 +295,8 @@ class Segment:
 
     def close(self) -> None:
         """Close the descriptor. The mapping itself ends with the last view of it."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        fd, self.fd = self.fd, -1
+        locks.close_own(fd, self._file)
 
 
 def require_index_room(geometry: Geometry) -> None:

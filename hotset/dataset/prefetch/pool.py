@@ -223,4 +223,5 @@ def _reap(worker: Any) -> None:
     worker.join(_JOIN_SECONDS)
     # Without an exit code it hangs in the kernel, for example in a read from a disk that is gone.
     if worker.exitcode is not None:
-        worker.close()
+        with contextlib.suppress(OSError):  # the program has closed all descriptors, and its sentinel
+            worker.close()

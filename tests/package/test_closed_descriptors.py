@@ -1,0 +1,81 @@
+"""A program may close all descriptors once it has a cache, as one that becomes a daemon does.
+
+What it opens next gets the numbers that the cache's had. Samples stay right, nothing hangs, and forked
+workers and children keep what the program has opened.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers import rarely
+from programs import Programs
+
+PROGRAM = """
+import os, sys
+import torch
+os.environ["HOTSET_RUNTIME_DIR"] = os.path.join(sys.argv[1], "run")  # the next program frees what stays in it
+from torch.utils.data import DataLoader, Dataset
+
+import hotset
+
+
+class Squares(Dataset):
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        return torch.full((100,), index)
+
+
+def close_all():
+    os.closerange(3, 256)
+    return [open(os.path.join(sys.argv[1], str(number)), "w") for number in range(60)]
+
+
+def passes(loader):
+    for batches in range(2):
+        got = torch.cat(list(loader))
+        assert torch.equal(got[:, 0], torch.arange(32)), got[:, 0]
+
+
+loader_class, workers, filled = {loader}, {workers}, {filled}
+cached = hotset.cache(Squares(), memory="1MiB")
+if filled:
+    cached.fill()
+elif not workers:
+    cached[3]  # with the locks that a process takes as it fills
+files = close_all()
+passes(loader_class(cached, batch_size=4, num_workers=workers))
+child = os.fork()
+if not child:
+    code = 1
+    try:
+        for file in files:
+            print("a child's", file=file, flush=True)
+        code = 0
+    finally:
+        os._exit(code)
+assert os.waitpid(child, 0)[1] == 0
+print("whole", flush=True)
+os._exit(0)
+"""
+
+
+CASES = [
+    (loader, workers, filled)
+    for loader in ("DataLoader", "hotset.DataLoader")
+    for workers in (0, 2)
+    for filled in (False, True)
+]
+
+
+@pytest.mark.parametrize(("loader", "workers", "filled"), rarely(CASES, *CASES[:3], CASES[5], CASES[7]))
+def test_samples_are_right_and_nothing_hangs(
+    loader: str, workers: int, filled: bool, programs: Programs, tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(loader=loader, workers=workers, filled=filled))
+    done = programs.run([str(program), str(tmp_path)], tmp_path)
+    assert (done.stdout, done.returncode) == ("whole\n", 0), done.stderr
