@@ -10,7 +10,8 @@ from hotset.server.pidfile import Place, ServerError, find, is_claimed, read_tok
 
 __all__ = ["Client", "client", "no_server"]
 
-_SECONDS = 60.0
+# Freeing memory takes the kernel a while; all else is answered at once, unless the server is stopped.
+_SECONDS, _FREEING_SECONDS = 10.0, 60.0
 
 
 class Client:
@@ -27,12 +28,18 @@ class Client:
             ServerError: the server refuses the request (with its own sentence), or does not answer.
         """
         port = self.place.port
-        connection = http.client.HTTPConnection(self.place.host, port, timeout=_SECONDS)
+        seconds = _FREEING_SECONDS if method in ("DELETE", "PATCH") else _SECONDS
+        connection = http.client.HTTPConnection(self.place.host, port, timeout=seconds)
         headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
         try:
             connection.request(method, path, None if body is None else json.dumps(body), headers)
             answer = connection.getresponse()
             content = json.loads(answer.read())
+        except TimeoutError as error:  # the kernel takes connections for a process that is stopped
+            raise ServerError(
+                f"The server on port {port} has not answered for {seconds:.0f} s. If its process is stopped, "
+                f"`kill -CONT {self.place.pid}` lets it go on; otherwise see its log, {self.place.log}."
+            ) from error
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise ServerError(
                 f"The server on port {port} (process {self.place.pid}) does not answer ({error}); "

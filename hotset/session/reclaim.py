@@ -38,7 +38,7 @@ from hotset.session.runtime_dir import open_at, runtime
 from hotset.session.session_definition import Session, quota_in
 from hotset.session.session_files import caches_of, id_of, is_there, member_of, remove_cache
 from hotset.store.format import HEADER_BYTES, unpack_header
-from hotset.store.segment import Segment
+from hotset.store.segment import Segment, read_metadata
 from hotset.units import format_bytes
 
 __all__ = ["Dropped", "Room", "drop_damaged", "pin", "reclaim", "room_of", "sentence_about"]
@@ -182,14 +182,15 @@ def _drop(
 
 
 def _is_damaged(folder: int, file: str) -> bool:
-    """Whether a cache's header is none. A cache that cannot be opened now, for want of memory, is whole."""
+    """Whether a cache's header, or its metadata, are none. One that memory is too short for now is whole."""
     try:
         fd = open_at(folder, file)
     except OSError:
         return False
     try:
-        unpack_header(os.pread(fd, HEADER_BYTES, 0), os.fstat(fd).st_size, file)
-    except SegmentError:
+        geometry, _ = unpack_header(os.pread(fd, HEADER_BYTES, 0), os.fstat(fd).st_size, file)
+        read_metadata(fd, geometry)
+    except (SegmentError, ValueError):
         return True
     except OSError:
         return False

@@ -129,8 +129,8 @@ def find(which: str | int) -> Session:
             return session
     known = f"there are: {', '.join(known.name for known in found[:10])}" if found else "there is none"
     raise SessionError(
-        f"there is no session {_short(str(which))} on this machine; `hotset session create NAME` creates one "
-        f"({known})."
+        f"there is no session {_short(str(which))} on this machine, or no more (a `--ttl`, its server's "
+        f"end and a reboot end one); `hotset session create NAME` creates one ({known})."
     )
 
 

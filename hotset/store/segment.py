@@ -52,7 +52,7 @@ from hotset.store.format import (
     unpack_header,
 )
 
-__all__ = ["Address", "Segment", "attach_second", "require_index_room"]
+__all__ = ["Address", "Segment", "attach_second", "read_metadata", "require_index_room"]
 
 Words = npt.NDArray[np.int64]
 
@@ -94,7 +94,7 @@ class Segment:
         self.nonce = nonce
         self.trusted = _is_in_memory(fd)
         self.bounded = named or not self.trusted
-        self.metadata: dict[str, Any] = _read_metadata(fd, geometry)
+        self.metadata: dict[str, Any] = read_metadata(fd, geometry)
         self.buffer = mmap.mmap(fd, geometry.size)
         self.live: Words = np.frombuffer(self.buffer, np.int64, LIVE_WORDS, LIVE_AT)
         self.slots: Words = np.frombuffer(
@@ -358,7 +358,7 @@ def _open_nameless(folder: str) -> int:
     return fd
 
 
-def _read_metadata(fd: int, geometry: Geometry) -> dict[str, Any]:
+def read_metadata(fd: int, geometry: Geometry) -> dict[str, Any]:
     """The metadata, read and not mapped, so that a segment that is refused leaves no mapping behind.
 
     Raises:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import resource
+import signal
 import socket
 from collections.abc import Iterator
 
@@ -88,3 +90,15 @@ def test_a_connection_is_used_again_and_closed_when_nothing_more_is_asked(server
         assert (answer.status, json.loads(answer.read())["pid"]) == (200, server.pid)
     assert is_closed(connection)
     connection.close()
+
+
+@pytest.mark.chaos  # a client waits ten seconds
+def test_a_client_of_a_stopped_server_says_how_it_goes_on(server: Server) -> None:
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        told = server.hotset("status", "--port", str(server.port), "--json")
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    assert told.returncode == 2
+    assert f"kill -CONT {server.pid}" in told.stderr
+    assert server.hotset("status", "--port", str(server.port), "--json").returncode == 0

@@ -26,7 +26,7 @@ from hotset.session import server_quota as servers
 from hotset.session import spill_dirs as spills
 from hotset.session.named_lock import NamedLocks
 from hotset.session.session_definition import Session, open_quota
-from hotset.store.format import LIVE_AT, Live
+from hotset.store.format import HEADER_BYTES, LIVE_AT, Live
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
@@ -361,7 +361,8 @@ def damage(path: Path, how: str) -> None:
         if how == "short":
             file.truncate(100)
         else:
-            file.write(os.urandom(512))
+            file.seek(HEADER_BYTES if how == "metadata" else 0)
+            file.write(os.urandom(16 if how == "metadata" else 512))
 
 
 @pytest.mark.parametrize("how", ["short", "overwritten"])
@@ -383,7 +384,7 @@ def test_a_damaged_ledger_is_removed_once_nobody_uses_it(how: str, runtime: Path
     assert os.listdir(runtime) == []
 
 
-@pytest.mark.parametrize("how", ["short", "overwritten"])
+@pytest.mark.parametrize("how", ["short", "overwritten", "metadata"])
 def test_a_damaged_cache_of_a_session_is_removed_once_nobody_uses_it(how: str, runtime: Path) -> None:
     session = sessions.create("a", memory=MIB)
     cached = hotset.cache(Samples(kilobyte, N), session="a")
@@ -392,7 +393,7 @@ def test_a_damaged_cache_of_a_session_is_removed_once_nobody_uses_it(how: str, r
     if how == "short":
         cached.close()
     damage(runtime / file, how)
-    if how == "overwritten":
+    if how != "short":
         assert recovery.gc() == []
         read_all(cached, kilobyte)
         cached.close()
