@@ -12,9 +12,10 @@ part, and a sample is read to find the paths at which the results are in it: the
 on these parts of the cached sample. If a result is found nowhere, or more than once, because the dataset
 processes it further, the chain cannot be cut there: it stays whole, and is cached as a whole or not at all.
 
-For a rare sample, the dataset may call a chain another number of times than for those that were tried: a
-class has no augmentation, a picture has a box more. It has other paths. So calls are counted, and such a
-sample is read whole each time, with all of its chains.
+For a rare sample, the dataset may call a chain another number of times than for those that were tried (a
+class has no augmentation, a picture has a box more), or process its results further (one class gets noise).
+So calls are noted: if a result is not at its path, or is not what it was, the sample is read whole each time,
+with all of its chains. So is a sample that draws random numbers: it is read in its turn for each use.
 
 A step of ``transform=`` may take several samples at once (:mod:`hotset.determinism.batched`): samples that
 are read together pass it together.
@@ -26,14 +27,13 @@ that was seen to work in place gets copies. So the dataset does not change, howe
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from hotset._warnings import Warner
+from hotset.dataset.chain_calls import ChainCall, SamplePath, are_at, note, noted, value_at
 from hotset.dataset.format_transform import without_format_transform
 from hotset.dataset.streams.source import StreamSource
 from hotset.dataset.transform_attributes import TransformAttribute, transform_attributes_of, with_transforms
@@ -48,11 +48,11 @@ from hotset.store.leaves.leaf import SchemaMismatch
 __all__ = [
     "UNUSED",
     "ApplyAt",
+    "CannotBeCut",
     "Chain",
     "ChainCut",
     "Cuts",
     "Pipeline",
-    "SamplePath",
     "SampleStopped",
     "Source",
     "chain_of",
@@ -70,16 +70,16 @@ class SampleStopped(RuntimeError):
     """
 
 
+class CannotBeCut(NotCacheable):
+    """A dataset does not treat its chains as it did in the samples that were tried."""
+
+
 def stopped(error: SampleStopped) -> StopIteration:
     """What the dataset raised; from a loader's worker only its text has come."""
     cause = error.__cause__
     return cause if isinstance(cause, StopIteration) else StopIteration(*error.args)
 
 
-# Where a value is in a sample: keys from the root.
-SamplePath = tuple[Any, ...]
-# How a dataset calls a chain of its own: the attribute, and the names with which it gives the values.
-ChainCall = tuple[str, ...]
 UNUSED = -1
 
 
@@ -131,7 +131,7 @@ class Pipeline:
     def cut(self, cuts: Cuts) -> Source:
         """Cut each chain as ``cuts`` says."""
         prefixes: dict[str, Chain] = {}
-        calls: dict[ChainCall, int] = {}
+        calls: dict[ChainCall, list[Sequence[SamplePath]]] = {}
         cached: list[Any] = []
         live: list[Transform] = []
         for attribute, own in zip(self.attributes, cuts.own, strict=True):
@@ -144,9 +144,10 @@ class Pipeline:
                 prefixes[attribute.name] = Chain(before, own.in_place, attribute.name if after else None)
             if not after:
                 continue
+            together: list[Sequence[SamplePath]]
             together = [(path,) for path in own.paths] if own.for_each else [own.paths]
             call = (attribute.name, *own.keywords)
-            calls[call] = len(together)
+            calls[call] = together
             live += [ApplyAt(each, after, own.keywords) for each in together]
         before, after = cut(self.given, cuts.given)
         dataset = with_transforms(self.dataset, prefixes)
@@ -220,8 +221,9 @@ class Source:
         prefix: the transforms of whole samples that are cached; a :class:`Batched` is in no container.
         live: the transforms that are applied to each use of a sample.
         whole: the dataset with its own chains whole.
-        calls: how often the dataset calls each of its chains that are cut, for each sample.
-        otherwise: the indices of samples for which it has called one another number of times.
+        calls: for each of the dataset's chains that are cut, and each call of it for one sample, the paths at
+            which its results are.
+        otherwise: the indices of samples of which that is not true.
         stores: whether samples are cached; if they are not, and no transform follows, they are given as the
             dataset returns them, the objects that it holds too.
     """
@@ -231,7 +233,7 @@ class Source:
     prefix: tuple[Transform, ...]
     live: tuple[Transform, ...]
     whole: Any = None
-    calls: Mapping[ChainCall, int] = field(default_factory=dict)
+    calls: Mapping[ChainCall, Sequence[Sequence[SamplePath]]] = field(default_factory=dict)
     otherwise: set[int] = field(default_factory=set)
     stores: bool = True
 
@@ -266,17 +268,53 @@ class Source:
         try:
             if self._gives_on:
                 return self.dataset[index]
-            if not self.calls:
-                return self._transformed(owned(self.dataset[index], _warn_of_uncopied))
             if index not in self.otherwise:
-                with _counted() as calls:
-                    sample = self.dataset[index]
-                if calls == self.calls:
-                    return self._transformed(owned(sample, _warn_of_uncopied))
-                self.otherwise.add(index)
-            return WholeSample(self.whole[index])
+                return self.read_cut(index)
         except StopIteration as stop:
             raise SampleStopped(*stop.args) from stop
+        except CannotBeCut:
+            self.otherwise.add(index)
+        return self.read_whole(index)
+
+    def read_cut(self, index: int) -> Any:
+        """As :meth:`read`, but no sample is read whole.
+
+        Raises:
+            CannotBeCut: the dataset does not treat its chains as planned in this sample.
+            StopIteration: the dataset or a transform raised it.
+        """
+        if not self.calls:
+            return self._transformed(owned(self.dataset[index], _warn_of_uncopied))
+        with noted() as made:
+            try:
+                sample = self.dataset[index]
+            except Exception as error:
+                if made:  # it may not accept what its chain has returned
+                    raise self._cannot_be_cut(index) from error
+                raise
+        planned = are_at(self.calls, [sample], made)
+        made.clear()  # or the sample's parts would belong to others, too
+        if not planned:
+            raise self._cannot_be_cut(index)
+        return self._transformed(owned(sample, _warn_of_uncopied))
+
+    def _cannot_be_cut(self, index: int) -> CannotBeCut:
+        kind = type(self.whole).__name__
+        return CannotBeCut(
+            f"{kind} calls its transforms in another way in sample {index}, or works on what they return; "
+            "give them as transform=[...] to hotset.cache."
+        )
+
+    def read_whole(self, index: int) -> Any:
+        """As :meth:`read`, with all of the dataset's own chains: for a sample that is not to be cached."""
+        return WholeSample(self._uncut().read(index)) if self.calls else self.read(index)
+
+    def read_many_whole(self, indices: Sequence[int]) -> Iterator[Any]:
+        """As :meth:`read_whole`, for several samples, as :meth:`read_many` reads them."""
+        return map(WholeSample, self._uncut().read_many(indices)) if self.calls else self.read_many(indices)
+
+    def _uncut(self) -> Source:
+        return replace(self, dataset=self.whole, calls={}, otherwise=set())
 
     def read_many(self, indices: Sequence[int]) -> Iterator[Any]:
         """As :meth:`read`, for several samples: with the dataset's ``__getitems__``, if it has one.
@@ -298,7 +336,7 @@ class Source:
             yield from map(self.read, indices)
             return
         try:
-            with _counted() as calls:
+            with noted() as made:
                 found = list(several(list(indices)))
         except Exception as error:
             if len(indices) == 1 and isinstance(error, StopIteration):
@@ -314,7 +352,9 @@ class Source:
                 f"{kind}.__getitems__ must return one sample for each index, got {len(found)} samples for "
                 f"{len(indices)} indices."
             )
-        if any(calls.get(name, 0) != len(indices) * count for name, count in self.calls.items()):
+        planned = are_at(self.calls, found, made)
+        made.clear()
+        if not planned:
             found.clear()
             yield from map(self.read, indices)
             return
@@ -372,30 +412,12 @@ class WholeSample:
 
 
 def _refuse(sample: WholeSample) -> Any:
-    raise SchemaMismatch("the dataset calls its transform another number of times than for other samples")
+    raise SchemaMismatch(
+        "the dataset calls its transform otherwise than for other samples, or alters its result"
+    )
 
 
 register_codec(WholeSample, _refuse, WholeSample)  # never stored: its live transforms are in it
-
-
-class _Calls(threading.local):
-    """How often the chains of datasets that are being read were called in this thread."""
-
-    made: dict[ChainCall, int] | None = None
-
-
-_calls = _Calls()
-
-
-@contextlib.contextmanager
-def _counted() -> Iterator[dict[ChainCall, int]]:
-    """Count calls of chains that have a name; a dataset that is read within another has its own count."""
-    outer, made = _calls.made, dict[ChainCall, int]()
-    _calls.made = made
-    try:
-        yield made
-    finally:
-        _calls.made = outer
 
 
 def transformed(samples: Iterator[Any], steps: Sequence[Transform]) -> Iterator[Any]:
@@ -475,7 +497,7 @@ class Chain:
     Args:
         copies: apply them to copies. (``__getitem__`` holds a reference to the chain's input while it runs,
             so reference counts cannot tell whether the dataset holds one, too.)
-        name: under which its calls are counted; None: they are not.
+        name: under which its calls are noted; None: they are not.
     """
 
     def __init__(self, parts: Sequence[Transform], copies: bool = False, name: str | None = None) -> None:
@@ -484,15 +506,16 @@ class Chain:
         self._name = name
 
     def __call__(self, *values: Any, **named: Any) -> Any:
-        if self._name is not None and _calls.made is not None:
-            call = (self._name, *named)
-            _calls.made[call] = _calls.made.get(call, 0) + 1
+        names = tuple(named)
         if self._copies:
             values, named = copied((values, named), _warn_of_uncopied)
         value: Any = named or (values[0] if len(values) == 1 else Values(values))
         for part in self.parts:
             value = part(**value) if named else applied(part, value)
-        return tuple(value) if isinstance(value, Values) else value
+        result = tuple(value) if isinstance(value, Values) else value
+        if self._name is not None:
+            note((self._name, *names), result, _warn_of_uncopied)
+        return result
 
 
 class ApplyAt:
@@ -506,7 +529,7 @@ class ApplyAt:
         self.keywords = tuple(keywords)
 
     def __call__(self, sample: Any) -> Any:
-        values = [_get(sample, path) for path in self.paths]
+        values = [value_at(sample, path) for path in self.paths]
         chain = Chain(self.steps)
         if self.keywords:
             named = chain(**dict(zip(self.keywords, values, strict=True)))
@@ -516,12 +539,6 @@ class ApplyAt:
         for path, value in zip(self.paths, made, strict=True):
             sample = _put(sample, path, value)
         return sample
-
-
-def _get(sample: Any, path: SamplePath) -> Any:
-    for key in path:
-        sample = sample[key]
-    return sample
 
 
 def _put(sample: Any, path: SamplePath, value: Any) -> Any:

@@ -156,7 +156,7 @@ class SampleAccess:
         if store is None and self._window is None and self._reader.in_groups:
             self.draws = True
             self.uncached += len(ids)
-            yield from self._reader.many(ids.tolist())  # the batch, as torch's loader reads it
+            yield from self._reader.many_whole(ids.tolist())  # the batch, as torch's loader reads it
             return
         failed: dict[int, Exception] = {}
         found_before = store.filler.drawing if store is not None else 0
@@ -303,9 +303,13 @@ class SampleAccess:
                 return received[sample]
         self.draws = True
         if store is not None:
-            return store.filler.read(sample, self._read)
+            return store.filler.read(sample, self._read_whole)
         self.uncached += 1
-        return self._read(sample)
+        return self._read_whole(sample)
+
+    def _read_whole(self, sample: int) -> Any:
+        """Read a sample in its turn; it may draw, so its chains are not cut."""
+        return self._reader.whole(sample if self._window is None else self._window.sample(sample))
 
     @property
     def _read(self) -> Read:

@@ -82,6 +82,16 @@ class SourceReader:
         self.calls += 1
         return self._source.read(index)
 
+    def whole(self, index: int) -> Any:
+        """Read a sample that is not to be cached, and may draw: nothing of the dataset's is cut."""
+        self.calls += 1
+        return self._source.read_whole(index)
+
+    def many_whole(self, indices: Sequence[int]) -> Iterator[Any]:
+        """As :meth:`whole`, for several samples, which come in order."""
+        self.calls += len(indices)
+        return self._source.read_many_whole(indices)
+
     def many(self, indices: Sequence[int]) -> Iterator[Any]:
         """Read several samples; they come in order."""
         self.calls += len(indices)

@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from live import Compose as LiveCompose
 from live import LoggedCalls, draw_all, halve, image_jitter, image_to_float
+from PIL import Image, ImageDraw
 from samples import image_and_label
 from sources import FolderLike, ReadLog, Samples, Transformed
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
@@ -843,18 +844,121 @@ class HaveOneMoreOfTheirOwn(HaveOneMore):
         self.transform = ShiftOfItsOwn()
 
 
+class Processes(LeavesSomeOut):
+    """Works on what its chain has returned for a few samples; ``_of`` and ``_changed`` say with what."""
+
+    def __init__(self) -> None:
+        self.transform = ShiftOfItsOwn()
+
+    def __getitem__(self, index: int) -> Any:
+        found = self.transform(self._of(index))
+        return self._changed(found) if index % N == 5 else found
+
+    def _of(self, index: int) -> Any:
+        return torch.full((2,), index)
+
+    def _changed(self, found: Any) -> Any:
+        return found * 3
+
+
+class AddNoise(Processes):
+    def _changed(self, found: Any) -> Any:
+        return found + torch.randint(9, ())
+
+
+class ProcessesInPlace(Processes):
+    def _changed(self, found: Any) -> Any:
+        found *= 3
+        return found
+
+
+class ProcessesArraysInPlace(ProcessesInPlace):
+    def _of(self, index: int) -> Any:
+        return np.full(2, index)
+
+
+class ProcessesManyInPlace(ProcessesInPlace):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+class ShiftPicture(ShiftOfItsOwn):
+    def __call__(self, picture: Any) -> Any:
+        return picture.rotate(90 * int(self.rng.integers(4)))
+
+
+class DrawsOnPictures(Processes):
+    def __init__(self) -> None:
+        self.transform = ShiftPicture()
+
+    def _of(self, index: int) -> Any:
+        picture = Image.new("L", (4, 4), index % N)
+        picture.putpixel((1, 2), 200)
+        return picture
+
+    def _changed(self, found: Any) -> Any:
+        ImageDraw.Draw(found).point((3, 3), 255)
+        return found
+
+
+class Whitens:
+    """Turns a list into a tensor."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(3)
+
+    def __call__(self, values: list[float]) -> torch.Tensor:
+        return torch.tensor(values) + int(self.rng.integers(1000))
+
+
+class NeedsATensor(Processes):
+    """Calls a method of what its chain makes, which the chain is given as something else."""
+
+    def __init__(self) -> None:
+        self.transform = Whitens()
+
+    def _of(self, index: int) -> Any:
+        return [float(index)] * 2
+
+    def _changed(self, found: Any) -> Any:
+        return found.cos()
+
+
+class Exchanges(LeavesSomeOut):
+    """Makes two views, and exchanges them in a few samples."""
+
+    def __init__(self) -> None:
+        self.transform = ShiftOfItsOwn()
+
+    def __getitem__(self, index: int) -> Any:
+        views = [self.transform(torch.full((2,), index)) for _ in range(2)]
+        return views[::-1] if index % N == 5 else views
+
+
 @pytest.mark.parametrize(
     ("kind", "workers"),
     [
         *(
             (kind, workers)
-            for kind in (LeavesSomeOut, HaveOneMore, HaveOneMoreOfTheirOwn, LeavesSomeOutOfMany)
+            for kind in (LeavesSomeOut, HaveOneMore, HaveOneMoreOfTheirOwn, LeavesSomeOutOfMany, AddNoise)
             for workers in (0, 2)
         ),
-        (DrawForSomeOfMany, 0),
+        *(
+            (kind, 0)
+            for kind in (
+                DrawForSomeOfMany,
+                Processes,
+                ProcessesInPlace,
+                ProcessesArraysInPlace,
+                ProcessesManyInPlace,
+                DrawsOnPictures,
+                NeedsATensor,
+                Exchanges,
+            )
+        ),
     ],
 )
-def test_rare_samples_for_which_a_chain_is_called_another_number_of_times_are_right(
+def test_rare_samples_for_which_a_dataset_treats_its_chain_otherwise_are_right(
     kind: type[LeavesSomeOut], workers: int
 ) -> None:
     def read(dataset: Any, loader: Any) -> list[Any]:
@@ -868,7 +972,7 @@ def test_rare_samples_for_which_a_chain_is_called_another_number_of_times_are_ri
         assert cached.stats().cached == 19 * N + N - 20
     sentences = [str(each.message) for each in told]
     if not workers:  # each of which has met too few of them to speak of it
-        assert any("another number of times" in each or " draw " in each for each in sentences)
+        assert any("otherwise than for other" in each or " draw " in each for each in sentences)
     assert all(map(is_a_sentence, sentences))
 
 

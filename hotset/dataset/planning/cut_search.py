@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 from hotset._warnings import printable
-from hotset.dataset.pipeline import UNUSED, Chain, ChainCut, Cuts, Pipeline, SamplePath
+from hotset.dataset.chain_calls import SamplePath
+from hotset.dataset.pipeline import UNUSED, Chain, ChainCut, Cuts, Pipeline
 from hotset.dataset.plan import Row
 from hotset.dataset.planning.call_sites import reaction
 from hotset.dataset.planning.cut_check import differs_when_cut

@@ -342,7 +342,7 @@ def _probe(source: Source, length: int) -> Probe:
     # From both ends inwards: in sorted datasets, lengths and shapes differ most between the ends.
     inwards = sorted(spread, key=lambda index: min(index, length - 1 - index))
     held = (source.dataset, source.prefix)
-    timed = Timed(source.read)
+    timed = Timed(source.read_cut)
     try:
         found = probe(timed, inwards, held, seconds=_PROBE_SECONDS, forgive=(Exception,))
     except (LookupError, TypeError) as error:

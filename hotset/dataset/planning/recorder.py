@@ -12,7 +12,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from hotset.dataset.pipeline import Chain, Pipeline, SamplePath, Transform
+from hotset.dataset.chain_calls import SamplePath
+from hotset.dataset.pipeline import Chain, Pipeline, Transform
 from hotset.dataset.planning.call_sites import CallSite, call_sites
 from hotset.dataset.source_reader import seconds_in_groups
 from hotset.dataset.transform_attributes import TRANSFORM_NAMES, with_transforms

@@ -1,0 +1,120 @@
+"""Calls of a dataset's own chains, noted while a sample is read: is each result in it as it was returned?
+
+What a cut chain has returned waits in the cached sample for the rest of the chain. A few samples have shown
+the planner where that is. For a rare one the dataset may do something else: call the chain another number of
+times, process what it returned, write into it. So each call leaves a copy of its result, and after the
+reading each result must be at its path, the very object, with the same content. A picture of Pillow's is not
+copied: it is marked read-only, and Pillow takes the mark off when it writes to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from hotset.determinism.aliasing import copied
+from hotset.determinism.equality import same
+
+__all__ = ["ChainCall", "Made", "Result", "SamplePath", "are_at", "note", "noted", "value_at"]
+
+# Where a value is in a sample: keys from the root.
+SamplePath = tuple[Any, ...]
+# How a dataset calls a chain of its own: the attribute, and the names with which it gives the values.
+ChainCall = tuple[str, ...]
+
+
+class Result:
+    """What one call returned, and how to tell whether it was changed since."""
+
+    def __init__(self, value: Any, warn: Callable[[object, Exception], None]) -> None:
+        self.value = value
+        self._marked = _marked(value)
+        self._before = copied(value, warn) if self._marked is None else None
+
+    def is_unchanged(self) -> bool:
+        """Whether it has the content that it had; takes the mark off a picture."""
+        if self._marked is None:
+            return same(self._before, self.value) is None
+        core, info, mark = self._marked
+        unchanged = self.value.im is core and bool(self.value.readonly) and self.value.info == info
+        if unchanged:
+            self.value.readonly = mark
+        return unchanged
+
+
+# The results of all calls of each chain, in order.
+Made = dict[ChainCall, list[Result]]
+
+
+def _marked(value: Any) -> tuple[Any, dict[Any, Any], int] | None:
+    """Mark a picture of Pillow's that is in memory; returns its pixels, ``info`` and former mark."""
+    pillow = sys.modules.get("PIL.Image")
+    if pillow is None or not isinstance(value, pillow.Image) or getattr(value, "_im", None) is None:
+        return None
+    mark, value.readonly = value.readonly, 1
+    return value.im, dict(value.info), mark
+
+
+class _Reading(threading.local):
+    """What the chains of the dataset that this thread reads have returned; None while it reads none."""
+
+    made: Made | None = None
+
+
+_reading = _Reading()
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[Made]:
+    """Note calls of chains that have a name; a dataset that is read within another has notes of its own."""
+    outer, made = _reading.made, Made()
+    _reading.made = made
+    try:
+        yield made
+    finally:
+        _reading.made = outer
+
+
+def note(call: ChainCall, value: Any, warn: Callable[[object, Exception], None]) -> None:
+    """Note what a call has returned, if a sample is being read."""
+    if _reading.made is not None:
+        _reading.made.setdefault(call, []).append(Result(value, warn))
+
+
+def are_at(
+    calls: Mapping[ChainCall, Sequence[Sequence[SamplePath]]], samples: Sequence[Any], made: Made
+) -> bool:
+    """Whether the chains were called as they should, and all results are in the samples, unchanged.
+
+    Args:
+        calls: for each chain, and for each call of it for one sample, the paths of its results.
+        samples: the samples that were read, in their order.
+        made: the results that were noted meanwhile.
+    """
+    if any(len(results) != len(calls.get(call, ())) * len(samples) for call, results in made.items()):
+        return False
+    for call, together in calls.items():
+        results = iter(made.get(call, ()))
+        for sample in samples:
+            for paths, result in zip(together, results, strict=False):
+                if not (_is_at(sample, paths, call[1:], result.value) and result.is_unchanged()):
+                    return False
+    return made.keys() == calls.keys()
+
+
+def _is_at(sample: Any, paths: Sequence[SamplePath], names: Sequence[str], result: Any) -> bool:
+    try:
+        values = [result[name] for name in names] if names else result if len(paths) > 1 else [result]
+        return all(value_at(sample, path) is value for path, value in zip(paths, values, strict=True))
+    except (KeyError, IndexError, TypeError, ValueError):
+        return False
+
+
+def value_at(sample: Any, path: SamplePath) -> Any:
+    """The value at a path of a sample."""
+    for key in path:
+        sample = sample[key]
+    return sample
