@@ -182,11 +182,11 @@ class Rank:
 
         assert self._source is not None
         size = self._source.size
-        store = current_of(self._cached).access.store
+        store = current_of(self._cached).store
         here = np.flatnonzero(store.present(np.arange(len(self._source)))).tolist()
         quick = Noise(len(self._source), size)
         with hotset.cache(quick, memory=2 * len(here) * size + (8 << 20), key="alone") as alone:
-            current_of(alone).access.fill(np.array(here))
+            current_of(alone).fill(np.array(here))
             contestants = {
                 name: _rate(hotset.DataLoader(Subset(cached, here), BATCH, shuffle=True), seconds)
                 for name, cached in (("alone", alone), ("with cluster=", self._cached))

@@ -42,7 +42,7 @@ class Mapping(NamedTuple):
 
 def map_ahead(cached: Any, ahead: bool) -> Mapping:
     """Map all rows of a cache if ``ahead``, and say in any case how much they are."""
-    segment = current_of(cached).access.store.segment
+    segment = current_of(cached).store.segment
     geometry = segment.geometry
     size = int(segment.live[Live.ROWS_NEXT]) * geometry.stride
     start = time.perf_counter()

@@ -307,7 +307,7 @@ class _Trainer:
 
     def prefetch(self, batch: Sequence[int]) -> None:
         """Ask for a batch ahead of its use."""
-        current_of(self._cached).access.ask_ahead(np.array(batch))
+        current_of(self._cached).ask_ahead(np.array(batch))
 
     def scribble(self, batches: Sequence[Sequence[int]]) -> list[int]:
         """As :meth:`walk`, and overwrite each sample before the next one is looked at."""

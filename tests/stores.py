@@ -34,7 +34,7 @@ def ids(*numbers: int | Iterable[int]) -> npt.NDArray[np.int64]:
 
 def store_of(cached: Any) -> Store:
     """The store behind a cached dataset, which has one."""
-    store = current_of(cached).access.store
+    store = current_of(cached).store
     assert store is not None
     return store
 

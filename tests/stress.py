@@ -145,7 +145,7 @@ class Actor:
             got["rows"].zero_()  # a hit is the caller's own
 
     def fill(self) -> None:
-        uncached = current_of(self.cached).access.fill(np.array(self.some()))
+        uncached = current_of(self.cached).fill(np.array(self.some()))
         self.check(list(uncached), list(uncached.values()))
 
     def gather(self) -> None:

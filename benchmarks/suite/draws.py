@@ -96,9 +96,9 @@ class _Rounds:
                 # With a key of its own: one dataset has one cache in a job.
                 dataset = Subset(self._pictures, range(count))
                 caches[name] = stack.enter_context(cache(dataset, key=name))
-            attachment = current_of(caches[WATCHED]).access._attachment
+            attachment = current_of(caches[WATCHED])._attachment
             timed = attachment.watch = _Timed(attachment.watch)
-            current_of(caches[UNWATCHED]).access._attachment.watch = NoDrawWatch()
+            current_of(caches[UNWATCHED])._attachment.watch = NoDrawWatch()
             for turn, start in enumerate(range(0, count, _BATCH)):
                 batch = list(range(start, min(start + _BATCH, count)))
                 for name in list(spent)[:: -1 if turn % 2 else 1]:

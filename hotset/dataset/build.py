@@ -24,7 +24,7 @@ from hotset.dataset.active_window import ActiveWindow
 from hotset.dataset.arguments import CacheArguments, CacheOptions, check_arguments, explain_wrong_calls
 from hotset.dataset.attachment import Attachment, map_ahead
 from hotset.dataset.audit import first_difference
-from hotset.dataset.cached_dataset import CachedDataset, Current
+from hotset.dataset.cached_dataset import CachedDataset
 from hotset.dataset.cluster_setup import join_machines, planned_by_all, remote_cache
 from hotset.dataset.held_attributes import HeldAttributes
 from hotset.dataset.identity import Identity, NotShared, unshareable
@@ -195,7 +195,7 @@ def cache(
     return kind(dataset, given, _make)
 
 
-def _make(dataset: Any, given: CacheArguments, again: bool) -> Current:
+def _make(dataset: Any, given: CacheArguments, again: bool) -> SampleAccess:
     """Cache a dataset as it is now; ``again`` if it has changed since it was cached first."""
     with contextlib.ExitStack() as stack:
         options = CacheOptions(given)
@@ -217,7 +217,7 @@ def _make(dataset: Any, given: CacheArguments, again: bool) -> Current:
             return _current(pipeline, identity, CacheOptions(given), again)
 
 
-def _current(pipeline: Pipeline, identity: Identity, options: CacheOptions, again: bool) -> Current:
+def _current(pipeline: Pipeline, identity: Identity, options: CacheOptions, again: bool) -> SampleAccess:
     """Find the cache, or make it.
 
     Raises:
@@ -253,9 +253,9 @@ def _current(pipeline: Pipeline, identity: Identity, options: CacheOptions, agai
     remote = remote_cache(options, identity, store)
     attachment = Attachment(store, handle, result.plan.name)
     window = _active_window(result, options.given.window, attachment)
-    access = SampleAccess(result.source, result.plan, attachment, window, remote, options.given.concurrency)
-    moved = tuple(result.metadata.get("moved", ()))
-    return Current(result.source, result.plan, access, window, remote, identity.lookup_key, moved)
+    moved = frozenset(result.metadata.get("moved", ()))
+    key, concurrency = identity.lookup_key, options.given.concurrency
+    return SampleAccess(result.source, result.plan, attachment, window, remote, key, moved, concurrency)
 
 
 def _warn_of_epochs(dataset: Any, key: str | None) -> None:

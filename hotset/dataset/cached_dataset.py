@@ -26,7 +26,7 @@ no new plan can be made, or there is a     samples come from the source, with a 
 ``key=``, which names what was cached
 =========================================  ===================================================================
 
-What belongs to one plan is in one object, :class:`Current`, which is replaced as a whole.
+What belongs to one plan is in one object, :class:`SampleAccess`, which is replaced as a whole.
 
 **An index that is an integer** goes through the cache. Any other (a slice, a list, a mask, a column's name)
 is passed to the dataset.
@@ -42,14 +42,13 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from hotset._warnings import printable, warn
-from hotset.dataset.active_window import ActiveWindow
 from hotset.dataset.arguments import CacheArguments
 from hotset.dataset.attachment import Attachment
 from hotset.dataset.content_watch import ContentWatch
@@ -69,12 +68,8 @@ from hotset.errors import ArgumentError, SegmentError
 from hotset.store.claims import Ids
 from hotset.store.format import DESTROYED, Live
 
-if TYPE_CHECKING:  # what it needs is an extra
-    from hotset.cluster.remote_cache import RemoteCache
-
 __all__ = [
     "CachedDataset",
-    "Current",
     "Make",
     "batches_made_here",
     "current_of",
@@ -87,43 +82,8 @@ __all__ = [
 T = TypeVar("T")
 
 
-class Current(NamedTuple):
-    """The objects that belong to one plan.
-
-    Attributes:
-        source: the dataset and its chains, cut in two.
-        plan: what is cached, what stays live, and why.
-        access: reads samples, cached or not.
-        window: the running window; None if there is none.
-        remote: the other machines' parts of the cache; None without other machines.
-        lookup_key: what ranks find this cache by: see :class:`~hotset.dataset.identity.Identity`.
-        moved: the attributes that reading samples changes, as ``class.name``.
-    """
-
-    source: Source
-    plan: Plan
-    access: SampleAccess
-    window: ActiveWindow | None
-    remote: RemoteCache | None
-    lookup_key: str
-    moved: tuple[str, ...] = ()
-
-    @property
-    def device(self) -> Any | None:
-        """The device of a network whose results are cached; None for the CPU."""
-        return next((step.device for step in self.source.batched if step.device is not None), None)
-
-    def close(self) -> None:
-        """Detach from the cache."""
-        if self.window is not None:
-            self.window.close()
-        if self.remote is not None:
-            self.remote.close()
-        self.access.close()
-
-
-# Makes a Current of a dataset and the arguments of hotset.cache; told whether it is made again. It pickles.
-Make = Callable[[Any, CacheArguments, bool], Current]
+# Caches a dataset with the arguments of hotset.cache; told whether that is done again. It pickles.
+Make = Callable[[Any, CacheArguments, bool], SampleAccess]
 
 
 class CachedDataset(DatasetProxy[T]):
@@ -155,7 +115,7 @@ class CachedDataset(DatasetProxy[T]):
     """
 
     _make = Own[Make]()
-    _current = Own[Current]()
+    _current = Own[SampleAccess]()
     _copied = Own[CopiedAttributes]()  # from the dataset to the copy of it that is read, if there is one
     _closed = Own[bool]()
     _in_pass = Own[Callable[[], bool]]()  # whether this process is in the midst of a loader's pass
@@ -170,14 +130,14 @@ class CachedDataset(DatasetProxy[T]):
         self._in_pass, self._workers_keep, self._followed = _never, False, set()
         self._use(make(dataset, arguments, False))
 
-    def _use(self, current: Current) -> None:
+    def _use(self, current: SampleAccess) -> None:
         """Read samples by these objects from now on."""
         self._current = current
         self._copied = CopiedAttributes(self._dataset, current.source.dataset)
-        is_watched = current.access.any_store is not None and not isinstance(self._dataset, StreamSource)
+        is_watched = current.any_store is not None and not isinstance(self._dataset, StreamSource)
         self._watch = None
         if is_watched and not self._is_believed() and get_worker_info() is None:
-            self._watch = ContentWatch(self._dataset, current.source, current.access, current.moved)
+            self._watch = ContentWatch(self._dataset, current)
 
     def _is_believed(self) -> bool:
         """Whether the user says what samples depend on, so that nothing is compared."""
@@ -220,10 +180,10 @@ class CachedDataset(DatasetProxy[T]):
         change = self._watch.change(shared=self._workers_keep)
         if change is None:
             if self._workers_keep and self._watch.change() is not None:
-                self._current.access.leave_off_audits()
+                self._current.leave_off_audits()
             return
         what, stats = str(change), self._stats_of(self._current)
-        store = self._current.access.any_store
+        store = self._current.any_store
         # torch's loader does not tell whether its workers run.
         may_run = bool(multiprocessing.active_children()) and self._watch.change(shared=True) is not None
         if store is not None and (self._workers_keep or may_run):
@@ -303,13 +263,12 @@ class CachedDataset(DatasetProxy[T]):
         return current.source.finish_batch(self._records(current, ids))
 
     @staticmethod
-    def _records(current: Current, ids: Ids) -> Iterator[Any]:
+    def _records(current: SampleAccess, ids: Ids) -> Iterator[Any]:
         """The samples at these indices, which are in range, as they are at the cut."""
         ids[ids < 0] += current.plan.used
-        access = current.access
         if current.window is not None:
             current.window.count(len(ids))
-        return access.records(access.sample_ids(ids))
+        return current.records(current.sample_ids(ids))
 
     def _from_dataset(self, index: Any) -> Any:
         """What the dataset returns for an index that is not an integer."""
@@ -341,19 +300,19 @@ class CachedDataset(DatasetProxy[T]):
         return self._stats_of(self._up_to_date())
 
     @staticmethod
-    def _stats_of(current: Current) -> Stats:
+    def _stats_of(current: SampleAccess) -> Stats:
         window = current.window
         replaced = window.cursor() if window is not None else 0
-        store, used = current.access.store, current.plan.used
+        store, used = current.store, current.plan.used
         if store is None:
-            return Stats(0, used, 0, 0, 0, current.access.uncached, 0.0, replaced=replaced)
+            return Stats(0, used, 0, 0, 0, current.uncached, 0.0, replaced=replaced)
         entries = window.entries(None) if window is not None else None
         peers = current.remote.traffic() if current.remote is not None else {}
         return stats_of(store, used, entries, peers, replaced)
 
     def check(self) -> list[str]:
         """Verify every record. Returns a sentence for each problem, or an empty list."""
-        store = self._up_to_date().access.store
+        store = self._up_to_date().store
         return store.check() if store is not None else []
 
     def fill(self, *, progress: bool = False, num_workers: int = 0) -> None:
@@ -395,7 +354,7 @@ class CachedDataset(DatasetProxy[T]):
                 "which worker processes must not use."
             )
         try:
-            fill_now(current.access, current.plan.name, progress, num_workers)
+            fill_now(current, progress, num_workers)
         finally:
             pass_ends(self)
 
@@ -407,7 +366,7 @@ class CachedDataset(DatasetProxy[T]):
                 cluster has not confirmed that it dropped its part.
         """
         current = self._up_to_date()
-        store, name = current.access.any_store, current.plan.name
+        store, name = current.any_store, current.plan.name
         if store is None:
             return
         if store.segment.live[Live.INVALIDATED] == DESTROYED:
@@ -469,7 +428,7 @@ class CachedDataset(DatasetProxy[T]):
 
     # ---- attributes ----------------------------------------------------------------------------------
 
-    def _up_to_date(self, *, in_pass: bool = False) -> Current:
+    def _up_to_date(self, *, in_pass: bool = False) -> SampleAccess:
         """The current objects, made again if transforms have changed, or a method has set an attribute.
 
         Args:
@@ -557,11 +516,12 @@ class CachedDataset(DatasetProxy[T]):
             return False
         old.close()
         note = f"this plan was made again after {what} {event}"
-        self._use(current._replace(plan=replace(current.plan, notes=(*current.plan.notes, note))))
+        current.plan = replace(current.plan, notes=(*current.plan.notes, note))
+        self._use(current)
         self._resume_window(old)
         return not alike
 
-    def _resume_window(self, old: Current) -> None:
+    def _resume_window(self, old: SampleAccess) -> None:
         """Continue the window at the old window's position."""
         before, now = old.window, self._current.window
         if before is None or now is None or before.position.epoch < 0:
@@ -580,8 +540,7 @@ class CachedDataset(DatasetProxy[T]):
         samples = old.plan.samples if window is not None else len(self._dataset)
         warnings = (why,) if why is not None else ()
         plan = replace(old.plan, rows=rows, samples=samples, sample_bytes=0, warnings=warnings)
-        access = SampleAccess(source, plan, nowhere, window, None)
-        self._use(Current(source, plan, access, window, None, old.lookup_key))
+        self._use(SampleAccess(source, plan, nowhere, window, None, old.lookup_key))
         old.close()
         if why is not None:
             warn(why)
@@ -601,12 +560,6 @@ class CachedDataset(DatasetProxy[T]):
         self._use(self._current)
 
 
-# ---- for loaders -------------------------------------------------------------------------------------------
-#
-# All that loaders ask of a cached dataset, besides what users may ask. They are functions, as a public method
-# of it would hide what the user's dataset has by that name.
-
-
 class _ByIndex:
     """A cached dataset as Python iterates over what has no ``__iter__``: index by index until IndexError."""
 
@@ -617,12 +570,18 @@ class _ByIndex:
         return self._cached[index]
 
 
-def current_of(cached: CachedDataset[Any]) -> Current:
+# ---- for loaders -------------------------------------------------------------------------------------------
+#
+# All that loaders ask of a cached dataset, besides what users may ask. They are functions, as a public method
+# of it would hide what the user's dataset has by that name.
+
+
+def current_of(cached: CachedDataset[Any]) -> SampleAccess:
     """What samples are read by now, in this process: another object once they are cached anew."""
     return cached._current
 
 
-def followed(cached: CachedDataset[Any]) -> Current:
+def followed(cached: CachedDataset[Any]) -> SampleAccess:
     """The same in the midst of a pass, once what was set since it began was followed."""
     return cached._up_to_date(in_pass=True)
 
@@ -666,7 +625,7 @@ def fill_for_workers(cached: CachedDataset[Any]) -> None:
     """Cache, in this process, what a network on a device computes: worker processes must not use it."""
     if cached._current.device is not None:
         current = cached._up_to_date()
-        fill_now(current.access, current.plan.name, sys.stderr.isatty(), 0)
+        fill_now(current, sys.stderr.isatty(), 0)
 
 
 def _never() -> bool:

@@ -22,7 +22,7 @@ A dataset that is declared, or has a ``key=``, is not compared: its user says wh
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset
 from hotset._warnings import warn
 from hotset.dataset.audit import first_difference
 from hotset.dataset.held_attributes import Change, HeldAttributes, Room, datasets_in
-from hotset.dataset.pipeline import Source
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.transform_attributes import (
     TRANSFORM_NAMES,
@@ -48,17 +47,11 @@ _WRAPPERS = (Subset, ConcatDataset, StackDataset)  # they read what they wrap by
 
 
 class ContentWatch:
-    """Compares what samples may depend on with what it was.
+    """Compares what samples may depend on with what it was."""
 
-    Args:
-        moved: the attributes that reading samples changes, as ``class.name``.
-    """
-
-    def __init__(self, dataset: Any, source: Source, access: SampleAccess, moved: Collection[str]) -> None:
+    def __init__(self, dataset: Any, access: SampleAccess) -> None:
         self._dataset = dataset
-        self._source = source
         self._access = access
-        self._moved = frozenset(moved)
         self._held: HeldAttributes | None = None  # None if what is held cannot be compared
         with self._left_off_if_it_fails():
             self._find()
@@ -66,7 +59,7 @@ class ContentWatch:
 
     def _find(self) -> None:
         """Find what may change, and what of it counts."""
-        dataset, source = self._dataset, self._source
+        dataset, source = self._dataset, self._access.source
         cached = [*leaves(source.prefix), *leaves(source.inner)]
         self._cached = [step for step in cached if not isinstance(step, Batched)]  # it looks at its network
         chains = {attribute.name for attribute in transform_attributes_of(dataset)}
@@ -103,7 +96,7 @@ class ContentWatch:
             return False
         held = HeldAttributes(self._dataset)
         try:
-            return first_difference(self._source, store) is not None
+            return first_difference(self._access.source, store) is not None
         finally:
             held.put_back()
 
@@ -137,7 +130,7 @@ class ContentWatch:
             )
 
     def _counts(self, owner: Any, name: str) -> bool:
-        if f"{type(owner).__name__}.{name}" in self._moved or name.startswith("_hotset"):
+        if f"{type(owner).__name__}.{name}" in self._access.moved or name.startswith("_hotset"):
             return False
         if id(owner) not in self._readers:
             return True

@@ -57,7 +57,7 @@ class _Parts(Dataset[_Done]):
         return _Done(noted, store is None or store.filler.is_full)
 
 
-def fill_now(access: SampleAccess, name: str, progress: bool, num_workers: int) -> None:
+def fill_now(access: SampleAccess, progress: bool, num_workers: int) -> None:
     """Read all samples that are not cached, as far as there is room.
 
     Raises:
@@ -69,7 +69,7 @@ def fill_now(access: SampleAccess, name: str, progress: bool, num_workers: int) 
     ids = np.arange(len(store))
     missing = ids[store.index.missing(ids)]
     parts = _Parts(access, missing)
-    with filling_bar(name, len(ids), progress) as show:
+    with filling_bar(access.plan.name, len(ids), progress) as show:
         show(len(ids) - len(missing), store.stored_bytes)
         for number, done in enumerate(_each(parts, num_workers), 1):
             for sentence, about in done.warnings:

@@ -57,15 +57,19 @@ _DRAWS = "samples that draw"
 
 
 class SampleAccess:
-    """Reads samples at the cut, by sample id. It pickles.
+    """All that belongs to one plan of a cached dataset; reads samples at the cut, by sample id. It pickles.
 
     Args:
         attachment: how this process reaches the store.
-        window: the running window; None if there is none.
-        remote: the other machines' parts of the cache; None without other machines.
         concurrency: how many samples to read from the source at once.
 
     Attributes:
+        source: the dataset and its chains, cut in two.
+        plan: what is cached, what stays live, and why.
+        window: the running window; None if there is none.
+        remote: the other machines' parts of the cache; None without other machines.
+        lookup_key: what ranks find this cache by: see :class:`~hotset.dataset.identity.Identity`.
+        moved: the attributes that reading samples changes, as ``class.name``.
         warn: warns with a sentence; a second argument names its subject, if it is to be warned of once. A
             loader's worker sends it to the main process instead.
         uncached: how many samples this process has read from the source without storing them.
@@ -79,13 +83,14 @@ class SampleAccess:
         attachment: Attachment,
         window: ActiveWindow | None,
         remote: RemoteCache | None,
+        lookup_key: str,
+        moved: Collection[str] = (),
         concurrency: int = 1,
     ) -> None:
+        self.source, self.plan, self.window, self.remote = source, plan, window, remote
+        self.lookup_key, self.moved = lookup_key, moved
         self._reader = SourceReader(source, concurrency)
-        self._plan = plan
         self._attachment = attachment
-        self._window = window
-        self._remote = remote
         self._audit = Audit(source, plan.sample_seconds, self._audited()) if plan.audited else None
         if plan.audited and declared(source.dataset) != "deterministic":
             attachment.watch(DrawWatch(source.read_parts))
@@ -123,12 +128,12 @@ class SampleAccess:
 
     def sample_ids(self, positions: Ids) -> Ids:
         """The sample ids at these positions of the epoch; without a window they are the same."""
-        return positions if self._window is None else self._window.entries(positions)
+        return positions if self.window is None else self.window.entries(positions)
 
     def holds(self, positions: Ids | None) -> bool:
         """Whether all samples at these positions of the epoch, or at all, are cached now."""
         store = self.store
-        ids = positions if self._window is None else self._window.entries(positions)
+        ids = positions if self.window is None else self.window.entries(positions)
         return store is not None and store.holds(ids)
 
     @property
@@ -153,7 +158,7 @@ class SampleAccess:
             uncached: what :meth:`fill` has just returned for them, if it was called.
         """
         store = self.store
-        if store is None and self._window is None and self._reader.in_groups:
+        if store is None and self.window is None and self._reader.in_groups:
             self.draws = True
             self.uncached += len(ids)
             yield from self._reader.many_whole(ids.tolist())  # the batch, as torch's loader reads it
@@ -244,8 +249,8 @@ class SampleAccess:
             return [], {}
         records: list[RecordBatch] = []
         uncached: dict[int, Any] = {}
-        if self._remote is not None:
-            fetched = self._remote.fetch(store, ids, read)
+        if self.remote is not None:
+            fetched = self.remote.fetch(store, ids, read)
             self.warn_of_machines()
             records, uncached = fetched.records, fetched.read
             if fetched.unkept:
@@ -257,8 +262,8 @@ class SampleAccess:
             trouble, self._reader.trouble = self._reader.trouble, None
             self.warn(trouble, "concurrency")
         while store.allocator.notes:  # about caches that were freed; the process that freed them warns
-            self.warn(f"{self._plan.name}: {store.allocator.notes.pop()}")
-        if got and (self._remote is None or not self._remote.pass_on(store, got)):
+            self.warn(f"{self.plan.name}: {store.allocator.notes.pop()}")
+        if got and (self.remote is None or not self.remote.pass_on(store, got)):
             self._warn_of_shortage(store)
         return records, {**uncached, **got}
 
@@ -284,8 +289,8 @@ class SampleAccess:
     def ask_ahead(self, ids: Ids) -> None:
         """Announce that these samples are needed next: other machines send theirs ahead."""
         store = self.store
-        if store is not None and self._remote is not None:
-            self._remote.prefetch(store, ids)
+        if store is not None and self.remote is not None:
+            self.remote.prefetch(store, ids)
 
     def _read_again(self, sample: int) -> Any:
         """A sample that was cached or uncached a moment ago: from the cache if possible, else the source."""
@@ -296,7 +301,7 @@ class SampleAccess:
             if copies is not None and self.count_hits(ids):
                 return copies[0]
             store = self.store
-        if store is not None and self._remote is not None and not store.index.drawing(ids).any():
+        if store is not None and self.remote is not None and not store.index.drawing(ids).any():
             records, uncached = self.receive(ids)
             received = {**self.decoded(records), **uncached}
             if received:
@@ -314,7 +319,7 @@ class SampleAccess:
     @property
     def _read(self) -> Read:
         """Reads samples from the source, up to the cut, by their sample ids."""
-        return self._reader if self._window is None else self._window.read
+        return self._reader if self.window is None else self.window.read
 
     # ---- counters and audits ----------------------------------------------------------
 
@@ -381,7 +386,7 @@ class SampleAccess:
         store.participant.row[Slot.AUDITS] += 1
         store.participant.row[Slot.AUDIT_NS] += int(self._audit.last_seconds * 1e9)
         if found is not None and store.invalidate():
-            self.warn(f"{self._plan.name}: {found}")
+            self.warn(f"{self.plan.name}: {found}")
 
     def _audited(self) -> float:
         """Seconds that all processes have spent on audits of this cache."""
@@ -390,14 +395,14 @@ class SampleAccess:
 
     def _index(self, number: int) -> int:
         """The index in the dataset of a sample id."""
-        return number if self._window is None else self._window.sample(number)
+        return number if self.window is None else self.window.sample(number)
 
     # ---- warnings -------------------------------------------------------------------------------------
 
     def warn_of_machines(self) -> None:
         """Warn of problems with other machines."""
-        if self._remote is not None:
-            for sentence, machine in self._remote.troubles():
+        if self.remote is not None:
+            for sentence, machine in self.remote.troubles():
                 self.warn(sentence, machine)
 
     def _warn_of_shortage(self, store: Store) -> None:
@@ -405,11 +410,11 @@ class SampleAccess:
         if store.segment.live[Live.WARNED]:
             return
         met: Any = store.filler.mismatches
-        if self._window is not None:  # with a window a sample has several ids
+        if self.window is not None:  # with a window a sample has several ids
             met = dict.fromkeys(map(self._index, met))
-        why = _shortage(store, self._plan.used, self._plan.samples, met)
+        why = _shortage(store, self.plan.used, self.plan.samples, met)
         if why is not None and _first_to_warn(store):
-            self.warn(f"{self._plan.name}: {why}.")
+            self.warn(f"{self.plan.name}: {why}.")
 
     def warn_of_draws(self) -> None:
         """Warn, once in each job, which samples are known to draw random numbers."""
@@ -417,15 +422,15 @@ class SampleAccess:
         if store is None or store.segment.live[Live.WARNED_DRAWS] == self._job:
             return
         ids = np.arange(len(store.segment.used_index))
-        if self._window is not None:
-            ids = np.sort(self._window.entries(None))
+        if self.window is not None:
+            ids = np.sort(self.window.entries(None))
         drawing = ids[store.index.drawing(ids)].tolist()
         if drawing and _first_to_warn(store, Live.WARNED_DRAWS, self._job):
-            complete = self._window is None and not store.index.missing(ids).any()
+            complete = self.window is None and not store.index.missing(ids).any()
             sentence = _draws(sorted(map(self._index, drawing)), len(ids), complete=complete)
             # Two jobs that run at the same time overwrite each other's word: each process tells once.
             about = f"{_DRAWS} {store.segment.nonce.hex()} {store.clear_generation()}"
-            self.warn(f"{self._plan.name}: {sentence}.", about)
+            self.warn(f"{self.plan.name}: {sentence}.", about)
 
     def _warn_of_destruction(self, store: Store) -> None:
         if self._ended or store.segment.live[Live.INVALIDATED] != DESTROYED:
@@ -433,12 +438,21 @@ class SampleAccess:
         self._ended = True
         if get_worker_info() is None:  # each job warns once, and not each of its processes
             self.warn(
-                f"{self._plan.name}: its session was destroyed, so samples come from the source from now on; "
+                f"{self.plan.name}: its session was destroyed, so samples come from the source from now on; "
                 "create another with `hotset session create`, and call hotset.cache again."
             )
 
+    @property
+    def device(self) -> Any | None:
+        """The device of a network whose results are cached; None for the CPU."""
+        return next((step.device for step in self.source.batched if step.device is not None), None)
+
     def close(self) -> None:
-        """Detach from the store; samples come from the source from then on."""
+        """Detach from the cache; samples come from the source from then on."""
+        if self.window is not None:
+            self.window.close()
+        if self.remote is not None:
+            self.remote.close()
         self._attachment.close()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from hotset.dataset.cached_dataset import Current
+from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.streams.cached_stream import CachedStream, passes_of
 from hotset.loader.collate import bound
 from hotset.loader.index_route import Indices, Route, fetched
@@ -38,9 +38,9 @@ _RUN_BYTES = 1 << 20
 _SMALL = 2048  # bytes of a record
 
 
-def make_gather(single: Current, collate_fn: Callable[[list[Any]], Any], sample: int) -> Gather | None:
+def make_gather(single: SampleAccess, collate_fn: Callable[[list[Any]], Any], sample: int) -> Gather | None:
     """The gather for this cache and collate function, checked on one sample; None if it cannot be made."""
-    store = single.access.store
+    store = single.store
     if store is None or single.source.live:
         return None
     collate_samples, variable = bound(collate_fn, store.schema)
@@ -93,9 +93,9 @@ class BatchBuilder:
             The batch, and the samples that were just read; None for the batch if it must be collated from its
             samples.
         """
-        single = self._route.single
-        assert single is not None
-        access, store = single.access, single.access.store
+        access = self._route.single
+        assert access is not None
+        store = access.store
         before = store.filler.reads if store is not None else 0
         # Large samples that were just read are collated as they are: their records' pages are not mapped yet.
         # Small ones share pages, and to gather them takes less time than to collate them.

@@ -50,11 +50,11 @@ class EpochSummary:
         self._hit_rate: float | None = None
 
     def _served(self) -> tuple[int, int]:
-        served = [current_of(cached).access.served() for cached in self._caches]
+        served = [current_of(cached).served() for cached in self._caches]
         return sum(hits for hits, _ in served), sum(misses for _, misses in served)
 
     def _stored(self) -> int:
-        return sum(current_of(cached).access.stored() for cached in self._caches)
+        return sum(current_of(cached).stored() for cached in self._caches)
 
     @property
     def seconds(self) -> float:
@@ -88,12 +88,12 @@ class EpochSummary:
             self._seconds = time.perf_counter() - self._begin
             _log.info("%s", self)
             for cached in self._caches:
-                current_of(cached).access.warn_of_draws()
+                current_of(cached).warn_of_draws()
 
     def _tell(self) -> None:
         """Add the waiting to a counter that other processes read; not for each batch: that would be slow."""
         if self._caches:
-            current_of(self._caches[0]).access.count_waiting(self.waited - self._told)
+            current_of(self._caches[0]).count_waiting(self.waited - self._told)
         self._told = self.waited
 
     def _tell_of_filling(self) -> None:

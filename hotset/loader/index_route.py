@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import ConcatDataset, Subset
 
-from hotset.dataset.cached_dataset import CachedDataset, Current, current_of, followed
+from hotset.dataset.cached_dataset import CachedDataset, current_of, followed
+from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.streams.cached_stream import CachedStream, passes_of
 from hotset.errors import ArgumentError
 from hotset.store.claims import Ids
@@ -78,12 +79,12 @@ class Route:
                 )
 
     @property
-    def currents(self) -> list[Current]:
+    def currents(self) -> list[SampleAccess]:
         """What the samples of each cache are read by now; a worker may come to read its dataset uncached."""
         return [current_of(cached) for cached in self.caches]
 
     @property
-    def single(self) -> Current | None:
+    def single(self) -> SampleAccess | None:
         """What samples are read by now, if there is only one cache."""
         return current_of(self.caches[0]) if len(self.caches) == 1 else None
 
@@ -91,7 +92,7 @@ class Route:
     def schema(self) -> Schema | None:
         """The schema of all samples; None if there are several, or none is known."""
         single = self.single
-        store = single.access.store if single is not None and not single.source.live else None
+        store = single.store if single is not None and not single.source.live else None
         return store.schema if store is not None else None
 
     def resolve(self, given: Sequence[Any]) -> Indices | None:
@@ -111,12 +112,12 @@ class Route:
 
     def sample_ids(self, indices: Indices) -> Ids:
         """The sample ids, in the single cache's store, of indices that :meth:`resolve` returned."""
-        return current_of(self.caches[0]).access.sample_ids(self._inner_indices(indices))
+        return current_of(self.caches[0]).sample_ids(self._inner_indices(indices))
 
     @property
     def spills(self) -> bool:
         """Whether some of the samples may lie on a disk."""
-        return any(each.access.spills for each in self.currents)
+        return any(each.spills for each in self.currents)
 
     @property
     def has_peers(self) -> bool:
@@ -132,7 +133,7 @@ class Route:
         inner = self._inner_indices(indices)
         for number, each in enumerate(self.currents):
             mine = inner if len(self.caches) == 1 else inner[self._which[indices] == number]
-            each.access.prefetch(each.access.sample_ids(mine))
+            each.prefetch(each.sample_ids(mine))
 
     def _inner_indices(self, indices: Indices) -> Indices:
         """The indices of the same samples in their cached datasets."""
@@ -147,7 +148,7 @@ class Route:
         """
         single = self.single
         if single is not None:
-            records_at_cut = single.access.records(self.sample_ids(indices), uncached)
+            records_at_cut = single.records(self.sample_ids(indices), uncached)
             if self.by_row:
                 return [single.source.finish(sample) for sample in records_at_cut]
             return single.source.finish_batch(records_at_cut)
@@ -155,7 +156,7 @@ class Route:
         currents = self.currents
         records: dict[int, Iterator[Any]] = {}
         for number in np.unique(which).tolist():
-            access = currents[number].access
+            access = currents[number]
             records[number] = access.records(access.sample_ids(inside[which == number]))
         # Live parts run in the batch's order, as they draw random numbers.
         return [currents[number].source.finish(next(records[number])) for number in which.tolist()]
@@ -164,8 +165,8 @@ class Route:
         """Whether all samples of the dataset are cached now."""
         single = self.single
         if single is not None:
-            return single.access.holds(self._inner)
-        return all(each.access.holds(None) for each in self.currents)
+            return single.holds(self._inner)
+        return all(each.holds(None) for each in self.currents)
 
 
 def fetched(dataset: Any, indices: Sequence[Any]) -> list[Any]:

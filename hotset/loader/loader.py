@@ -36,8 +36,9 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from hotset._warnings import warn
 from hotset.dataset.active_window import ActiveWindow
-from hotset.dataset.cached_dataset import Current, current_of, fill_for_workers, pass_begins
+from hotset.dataset.cached_dataset import current_of, fill_for_workers, pass_begins
 from hotset.dataset.planning.lost_threads import has_threads
+from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.streams.cached_stream import CachedStream, followed_passes, passes_of
 from hotset.determinism.draws.rng import Generators
 from hotset.errors import ArgumentError, StateError
@@ -112,7 +113,7 @@ class DataLoader(TorchDataLoader[T]):
     _watched: tuple[Generators | None] | None = None
     _local_generators: LocalGenerators | None = None
     _known: dict[str, Any] | None = None
-    _currents: list[Current] | None = None
+    _currents: list[SampleAccess] | None = None
     _workers_begun: bool = False
     _inner: TorchDataLoader[Any] | None = None
     _buffers: BatchBuffers | None = None
@@ -431,7 +432,7 @@ class DataLoader(TorchDataLoader[T]):
             self._recorder = torch_loader(self, recording, self.batch_size, self.drop_last)
         return iter(self._recorder)
 
-    def _follow_caches(self, now: list[Current], *, running: bool) -> None:
+    def _follow_caches(self, now: list[SampleAccess], *, running: bool) -> None:
         """Forget what is known of caches that were made anew because an attribute of their dataset was set.
 
         Args:
@@ -482,7 +483,7 @@ class DataLoader(TorchDataLoader[T]):
 
     def _local_gather(self, route: Route) -> LocalGather | None:
         single = route.single
-        store = single.access.store if single is not None and not single.source.live else None
+        store = single.store if single is not None and not single.source.live else None
         if single is None or store is None:
             return None
         if self.batch_sampler is None or not is_known(self.collate_fn):
@@ -525,7 +526,7 @@ class DataLoader(TorchDataLoader[T]):
 
     def _from_workers(self, route: Route, run: EpochProgress, batches: Any) -> Iterator[Any]:
         if self._inner is None and _forks_beside_tokio(self.multiprocessing_context):
-            route.currents[0].access.warn(
+            route.currents[0].warn(
                 "this process has threads of tokio, which libraries in Rust (obstore, for one) start as they "
                 "read first, and which a forked worker lacks: it would wait for them forever. Pass "
                 'multiprocessing_context="spawn" to the loader.',
@@ -535,7 +536,7 @@ class DataLoader(TorchDataLoader[T]):
         if self.persistent_workers:
             self._inner = inner
         assert self._buffers is not None
-        return WorkerBatches(inner, self._buffers, run, batches, route.currents[0].access.warn)
+        return WorkerBatches(inner, self._buffers, run, batches, route.currents[0].warn)
 
     def _make_inner(self, route: Route) -> TorchDataLoader[Any]:
         if self._buffers is None:

@@ -156,7 +156,7 @@ class LocalBatches:
     def sample_ids(self) -> Ids | None:
         """The ids of all samples of the epoch, ascending; None if batches cannot be made from ids."""
         single = self._single
-        store = single.access.store if single is not None else None
+        store = single.store if single is not None else None
         if self._gather is None or single is None or single.window is not None or store is None:
             return None
         if self._has_peers:
@@ -167,7 +167,7 @@ class LocalBatches:
 
     def generation(self) -> Any:
         """A value that changes when the cache is cleared; None while its content must not be used."""
-        store = self._single.access.store if self._single is not None else None
+        store = self._single.store if self._single is not None else None
         return (id(store), store.clear_generation()) if store is not None else None
 
     def select(self) -> Ids | None:
@@ -222,7 +222,7 @@ class LocalBatches:
         later = self._order.peek(0)
         resolved = self._route.resolve(later) if later is not None else None
         if resolved is not None and self._single is not None:
-            self._single.access.ask_ahead(self._route.sample_ids(resolved))
+            self._single.ask_ahead(self._route.sample_ids(resolved))
 
     def _make(self, indices: Any) -> Any:
         """The batch of these indices."""
@@ -261,7 +261,7 @@ class LocalBatches:
 
     def _may_be_served(self, ids: Ids) -> bool:
         """Count the hits of a batch that was gathered; False if an audit of one has found a difference."""
-        return self._single is None or self._single.access.count_hits(ids)
+        return self._single is None or self._single.count_hits(ids)
 
     def _gather_here(self, gather: LocalGather, ids: Ids) -> Any | None:
         """The batch; if it is small, the next ones are gathered with it."""

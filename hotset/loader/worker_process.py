@@ -246,11 +246,11 @@ class _InWorker:
         info = get_worker_info()
         self._worker = info.id if info is not None else 0
         for each in route.currents:
-            each.access.warn = self._report_warning
+            each.warn = self._report_warning
         single = route.single
         self.upcoming: Upcoming | None = None
         if single is not None and single.window is None and single.remote is None:
-            self.upcoming = Upcoming(single.access, route.sample_ids)
+            self.upcoming = Upcoming(single, route.sample_ids)
 
     def answer(self, task: Task) -> BatchMessage:
         if task.ahead is not None and self.upcoming is not None:
@@ -262,7 +262,7 @@ class _InWorker:
         batch = self._batch(task.indices, buffer) if not task.idle else None
         told = tuple(self._told)
         self._told.clear()
-        self._draws |= any(each.access.draws for each in self.route.currents)
+        self._draws |= any(each.draws for each in self.route.currents)
         states = pack(self._drawn_from().states()) if self._draws else None
         report = WorkerReport(self._worker, buffer.needed, samples_in(task.indices), told, states)
         pool = task.pool.inode if task.pool is not None else 0
@@ -314,7 +314,7 @@ class _InWorker:
     def _prepare(self, buffer: BatchBuffer, ids: Ids, records: Sequence[RecordBatch]) -> Copy | None:
         single = self.route.single
         assert single is not None
-        store = single.access.store if self._gather is None and not self._not_gathered else None
+        store = single.store if self._gather is None and not self._not_gathered else None
         if store is not None:
             cached_ids = store.in_common_form(ids)
             if not len(cached_ids):

@@ -151,11 +151,11 @@ def test_all_processes_stop_serving(tmp_path: Path) -> None:
     with hotset.cache(Samples(image_and_label, N), transform=chain) as cached:
         other = pickle.loads(pickle.dumps(cached))
         loader = warm(cached)
-        assert current_of(other).access.store is not None
+        assert current_of(other).store is not None
         flag.touch()
         with pytest.warns(hotset.HotsetWarning):
             list(loader)
-        assert current_of(other).access.store is None
+        assert current_of(other).store is None
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert other[3][1] != other[3][1]
@@ -253,7 +253,7 @@ def test_monais_traces_of_another_process_are_not_a_difference() -> None:
         theirs = current_of(other).source.read(3)["image"].applied_operations[0]["id"]
         assert ours != theirs
         assert other.__getitems__(list(range(8)))[3]["image"].applied_operations[0]["id"] == ours
-        assert current_of(other).access.store is not None
+        assert current_of(other).store is not None
         cached.dataset.data[3]["image"] = np.zeros((1, 4, 4), np.float32)
         with pytest.warns(hotset.HotsetWarning, match="values"):
             cached.__getitems__([3])
@@ -382,7 +382,7 @@ def test_finding_out_why_moves_no_generator_and_raises_nothing(tmp_path: Path) -
         ):
             next(iter(cached_batches(cached)))
         assert rng_states() == before
-        assert current_of(cached).access.store is None
+        assert current_of(cached).store is None
         assert len(loader) == N // 8
 
 
@@ -401,7 +401,7 @@ def test_after_a_clear_samples_are_cached_anew(tmp_path: Path) -> None:
             path.write_bytes(b"other")
         with pytest.warns(hotset.HotsetWarning, match="has changed"):
             list(loader)
-        assert current_of(cached).access.store is None
+        assert current_of(cached).store is None
         cached.clear()
         list(loader)
         assert cached.stats().cached == 8

@@ -78,7 +78,7 @@ def test_samples_are_stored_while_others_are_read_and_equal_torchs() -> None:
             assert not storing(), "its work is done before the batch is"
         assert cached.stats().cached == N
         assert any("hotset-store" in names for names in posters.threads)
-        for number, (picture, label) in enumerate(current_of(cached).access.records(torch.arange(N).numpy())):
+        for number, (picture, label) in enumerate(current_of(cached).records(torch.arange(N).numpy())):
             assert label == number
             assert torch.equal(picture, posters[number][0])
 

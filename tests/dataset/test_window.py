@@ -451,8 +451,8 @@ def test_samples_that_are_ready_enter_without_the_late_ones(make: Make, gated: G
     cached = make(gated, hotset.Window(N, replace=0.5))
     gated.shut(incoming(cached, 8)[2:3])
     # A helper may read them together with the one that waits.
-    current_of(cached).access.fill(np.arange(N, N + 2), keep=False)
-    current_of(cached).access.fill(np.arange(N + 3, N + 4), keep=False)
+    current_of(cached).fill(np.arange(N, N + 2), keep=False)
+    current_of(cached).fill(np.arange(N + 3, N + 4), keep=False)
     loader = loader_over(cached)
     first = numbers(loader)
     again = numbers(loader)
@@ -484,7 +484,7 @@ def test_with_wait_the_boundary_waits(make: Make, gated: Gated) -> None:
 def test_with_wait_the_cursor_is_certain_though_something_cannot_be_kept(make: Make) -> None:
     cached = make()
     # Far ahead, in the slots of what comes at the fifth boundary.
-    current_of(cached).access.fill(np.arange(30, 32), keep=False)
+    current_of(cached).fill(np.arange(30, 32), keep=False)
     loader = loader_over(cached)
     reference = Reference(Samples(tagged, D), QUARTER)
     for epoch in range(12):
@@ -497,7 +497,7 @@ def test_auto_takes_what_is_ready_up_to_half_and_nothing_is_late(make: Make, gat
     loader = loader_over(cached)
     gated.shut(incoming(cached, 5)[3:])
     # A helper may read them together with the one that waits.
-    current_of(cached).access.fill(np.arange(N, N + 3), keep=False)
+    current_of(cached).fill(np.arange(N, N + 3), keep=False)
     first = numbers(loader)
     second = numbers(loader)
     assert cursor_of(cached) == 3
@@ -938,7 +938,7 @@ def test_there_are_as_many_helpers_as_workers_and_a_core_is_left(
 def test_entries_far_ahead_never_hold_the_window_up(make: Make) -> None:
     """A helper of another process may fill them, from a list made before the window was moved back."""
     cached = make(Samples(tagged, D), QUARTER)
-    current_of(cached).access.fill(np.arange(30, 32), keep=False)
+    current_of(cached).fill(np.arange(30, 32), keep=False)
     loader = loader_over(cached)
     for epoch in range(8):
         assert len(numbers(loader)) == N

@@ -526,7 +526,7 @@ def test_jobs_end_well_when_their_session_goes(log: ReadLog, disk: str, runtime:
         rng = np.random.default_rng(seed)
         with recorded() as caught, hotset.cache(Counted(jpeg_like, log), session="shared") as cached:
             begun = False
-            while current_of(cached).access.store is not None:
+            while current_of(cached).store is not None:
                 i = int(rng.integers(N))
                 equal_batches(cached[i], jpeg_like(i))
                 if not begun and cached.stats().cached > N // 2:

@@ -666,7 +666,7 @@ def test_a_disk_larger_than_its_largest_file(folder: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "statvfs", lambda path: Disk)
     with hotset.cache(Samples(samples.text, N), memory=0, spill=folder) as cached:
-        assert current_of(cached).access.store is not None
+        assert current_of(cached).store is not None
 
 
 def test_no_file_on_the_disk_is_no_reason_to_cache_nothing(
@@ -680,7 +680,7 @@ def test_no_file_on_the_disk_is_no_reason_to_cache_nothing(
         cached = hotset.cache(Samples(samples.mapping, N), memory="1MiB", spill=folder)
     with cached:
         assert len(told) == 1
-        assert current_of(cached).access.store is not None
+        assert current_of(cached).store is not None
 
 
 def test_a_file_system_that_punches_no_holes_can_be_cleared(folder: Path) -> None:

@@ -177,7 +177,7 @@ class CachedStream(DatasetProxy[T]):
             worker_init_fn=parent_death_signal().arm_in_worker,
             generator=torch.Generator(),
         )
-        store = current_of(self._passes.cached).access.store
+        store = current_of(self._passes.cached).store
         number = 0
         with filling_bar(self._passes.name, None, progress) as show:
             for number, _ in enumerate(loader, 1):

@@ -77,7 +77,7 @@ class StreamPasses:
 
     def parts(self) -> StreamParts | None:
         """How far the stream is recorded; None without a store."""
-        store = current_of(self.cached).access.store
+        store = current_of(self.cached).store
         return StreamParts(store) if store is not None else None
 
     @property

@@ -118,7 +118,7 @@ class StreamRecording(IterableDataset[Any]):
         if info is not None and info.dataset is self:  # the stream must find itself there
             object.__setattr__(info, "dataset", self.dataset)
         now = current_of(self._cached)
-        source, store = now.source, now.access.store
+        source, store = now.source, now.store
         samples = _only_once(self.dataset, worker)
         passed = self._rest.kept[worker] if self._rest is not None else 0
         if store is None or not (self._number or passed):
