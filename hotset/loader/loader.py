@@ -110,7 +110,7 @@ class DataLoader(TorchDataLoader[T]):
     last_epoch: EpochSummary | None = None
     _pass: EpochProgress | None = None
     _saved: SavedState | None = None
-    _watched: tuple[Generators | None] | None = None
+    _watched: Generators | None = None
     _local_generators: LocalGenerators | None = None
     _known: dict[str, Any] | None = None
     _currents: list[SampleAccess] | None = None
@@ -306,7 +306,8 @@ class DataLoader(TorchDataLoader[T]):
         # Running workers have made draws that are not in the state, and may still write to their blocks.
         self._inner = self._iterator = self._buffers = None
         self._workers_begun = False
-        beginning = Beginning(self, self._live_generators() if self.num_workers == 0 else None)
+        live = self._live_generators() if self.num_workers == 0 else None
+        beginning = Beginning(self, live)
         if saved.same_rank:
             saved.restore_generators(beginning, with_globals=saved.under_way)
         run = saved.run()
@@ -336,7 +337,6 @@ class DataLoader(TorchDataLoader[T]):
         finally:
             if saved.under_way and saved.same_rank:  # to the states that load_state_dict or the trainer set
                 beginning.globals.restore()
-        live = self._live_generators() if self.num_workers == 0 else None
         if saved.under_way and saved.same_loader and live is not None:
             saved.restore_live(live)
         return batches
@@ -452,18 +452,13 @@ class DataLoader(TorchDataLoader[T]):
             self._known = self._watched = None
         self._currents = now
 
-    def _live_generators(self) -> Generators | None:
-        """The generators that live transforms, and samples as they are read, draw from in this process.
-
-        None if there are none.
-        """
+    def _live_generators(self) -> Generators:
+        """The generators that live transforms, and samples as they are read, draw from in this process."""
         if self._watched is None:
-            route = self._route()
-            live: list[Any] = [self.dataset, self.collate_fn]
-            if route is not None:
-                live = random_parts(route, self.collate_fn)
-            self._watched = (Generators(live) if live else None,)
-        return self._watched[0]
+            route, collate = self._route(), self.collate_fn
+            parts = random_parts(route, collate) if route is not None else [self.dataset, collate]
+            self._watched = Generators(parts)
+        return self._watched
 
     # ---- routes --------------------------------------------------------------------------------------
 
