@@ -314,7 +314,7 @@ class SampleAccess:
 
     def _read_whole(self, sample: int) -> Any:
         """Read a sample in its turn; it may draw, so its chains are not cut."""
-        return self._reader.whole(sample if self._window is None else self._window.sample(sample))
+        return self._reader.whole(self._index(sample))
 
     @property
     def _read(self) -> Read:
