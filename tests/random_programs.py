@@ -514,6 +514,12 @@ SPOIL = """
 SET_EPOCH = "def set_epoch(self, epoch):\n    self.epoch = epoch\n"
 
 
+# Works on what it is given. Where that is the dataset's own, a run without hotset changes the dataset, and
+# one with it does not, as promised.
+IN_PLACE = {"add_one", "noise_in_place", "in place", "rare in place"}
+GIVES_ITS_OWN = {"tensor", "array", "list", "opened late", "remembered", "dicts"}
+
+
 def _code(text: str) -> str:
     return textwrap.dedent(text).strip("\n")
 
@@ -544,6 +550,8 @@ def compose(seed: int) -> str:
         rng.shuffle(made)
     if name["CALLS"] not in ("own loop",) and not made:
         made = ["Identity()"]
+    if IN_PLACE & {*made, name["CALLS"]}:
+        name["KEPT"] = rng.choice(sorted({*KEPT} - GIVES_ITS_OWN))
     makes, load, kind = KEPT[name["KEPT"]]
     as_tensor = kind == "array" and rng.random() < 0.5
     if as_tensor:
@@ -565,7 +573,7 @@ def compose(seed: int) -> str:
         options += ["persistent_workers=True"] * (rng.random() < 0.3)
         options += ["worker_init_fn=seed_worker"] * (rng.random() < 0.3)
         options += ["prefetch_factor=1"] * (rng.random() < 0.2)
-    if rng.random() < 0.15:
+    if rng.random() < 0.15 and name["LOOPS"] != "in place":
         options.append("collate_fn=as_it_is")
     anew = rng.random() < 0.2
     make_loader = [*filter(None, [ahead]), f"loader = Loader(dataset, {', '.join(options)})"]

@@ -42,7 +42,7 @@ from hotset.cluster.wire_records import (
     WireRecords,
 )
 from hotset.store import irregular_records as forms
-from hotset.store.fill import Read
+from hotset.store.fill import IN_TURN, Read
 from hotset.store.format import LINE, PRESENT, Slot
 from hotset.store.leaves.leaf import SchemaMismatch
 from hotset.store.leaves.schema import Schema
@@ -283,7 +283,7 @@ class BatchFetch:
                 value = self._read(sample)
                 counters[Slot.FILL_NS] += time.perf_counter_ns() - start
                 left.pop()
-                if watch.drew(value, functools.partial(self._read, sample)):
+                if watch.drew(value, functools.partial(self._read, sample)) or value is IN_TURN:
                     # No machine keeps it: each process that uses it reads it in its turn.
                     drawing.append(sample)
                     continue

@@ -224,7 +224,7 @@ class CachedDataset(DatasetProxy[T]):
                     f"index {number} is out of range for a window of {current.plan.used:,} resident samples"
                 )
             # Out of range: the dataset itself raises, or returns something.
-            return current.source.finish(current.source.read(number))
+            return current.source.finish(current.source.read_whole(number))
         (record,) = self._records(current, np.array([number], np.int64))
         return current.source.finish(record)
 

@@ -42,8 +42,7 @@ from hotset.determinism.batch_transform import BatchTransform
 from hotset.determinism.batched import Batched
 from hotset.determinism.chain import Values, applied, cut, leaves
 from hotset.errors import ArgumentError, NotCacheable
-from hotset.store.leaves.codecs import register_codec
-from hotset.store.leaves.leaf import SchemaMismatch
+from hotset.store.fill import IN_TURN
 
 __all__ = [
     "UNUSED",
@@ -260,6 +259,8 @@ class Source:
     def read(self, index: int) -> Any:
         """Read one sample and apply the cached transforms. The caller owns the result, if any is stored.
 
+        :data:`IN_TURN` is returned for a sample that must be read whole (:meth:`read_whole`).
+
         Each transform's output is copied if needed as well: it may come from a table in the transform.
 
         Raises:
@@ -274,10 +275,10 @@ class Source:
             raise SampleStopped(*stop.args) from stop
         except CannotBeCut:
             self.otherwise.add(index)
-        return self.read_whole(index)
+        return IN_TURN
 
     def read_cut(self, index: int) -> Any:
-        """As :meth:`read`, but no sample is read whole.
+        """As :meth:`read`, but there is an error for a sample that must be read whole.
 
         Raises:
             CannotBeCut: the dataset does not treat its chains as planned in this sample.
@@ -306,7 +307,7 @@ class Source:
         )
 
     def read_whole(self, index: int) -> Any:
-        """As :meth:`read`, with all of the dataset's own chains: for a sample that is not to be cached."""
+        """As :meth:`read`, with all of the dataset's own chains, in the turn of this use, as it may draw."""
         return WholeSample(self._uncut().read(index)) if self.calls else self.read(index)
 
     def read_many_whole(self, indices: Sequence[int]) -> Iterator[Any]:
@@ -409,15 +410,6 @@ class WholeSample:
 
     def __init__(self, value: Any) -> None:
         self.value = value
-
-
-def _refuse(sample: WholeSample) -> Any:
-    raise SchemaMismatch(
-        "the dataset calls its transform otherwise than for other samples, or alters its result"
-    )
-
-
-register_codec(WholeSample, _refuse, WholeSample)  # never stored: its live transforms are in it
 
 
 def transformed(samples: Iterator[Any], steps: Sequence[Transform]) -> Iterator[Any]:

@@ -54,6 +54,7 @@ _MISMATCHES_WORTH_WARNING = 16
 # How many samples a warning names.
 _NAMED = 8
 _DRAWS = "samples that draw"
+_OTHERWISE = ", or treated otherwise than the rest by the dataset's own code around its transforms"
 
 
 class SampleAccess:
@@ -427,7 +428,8 @@ class SampleAccess:
         drawing = ids[store.index.drawing(ids)].tolist()
         if drawing and _first_to_warn(store, Live.WARNED_DRAWS, self._job):
             complete = self.window is None and not store.index.missing(ids).any()
-            sentence = _draws(sorted(map(self._index, drawing)), len(ids), complete=complete)
+            cut = self._reader.cuts
+            sentence = _draws(sorted(map(self._index, drawing)), len(ids), complete=complete, cut=cut)
             # Two jobs that run at the same time overwrite each other's word: each process tells once.
             about = f"{_DRAWS} {store.segment.nonce.hex()} {store.clear_generation()}"
             self.warn(f"{self.plan.name}: {sentence}.", about)
@@ -483,26 +485,28 @@ def _shortage(store: Store, used: int, samples: int, mismatches: Collection[int]
     )
 
 
-def _draws(drawing: Sequence[int], used: int, *, complete: bool) -> str:
+def _draws(drawing: Sequence[int], used: int, *, complete: bool, cut: bool) -> str:
     """Return a sentence about samples that draw random numbers, and what to do; without its full stop.
 
     Args:
         drawing: the indices of the samples that are known to draw; at least one.
         used: the number of samples to be cached: all, or a window's residents.
         complete: whether all others are known not to draw.
+        cut: whether the dataset's own chains are cut; these samples may only treat them otherwise.
 
     Example:
-        >>> print(_draws([17], 400, complete=True)[:59])
+        >>> print(_draws([17], 400, complete=True, cut=False)[:59])
         1 sample (17) draws random numbers when it is read, so it c
     """
     count = len(drawing)
     some = ", ".join(map(str, drawing[:_NAMED])) + (", ..." if count > _NAMED else "")
     so_far = "" if complete else " so far"
     one = count == 1
+    otherwise = _OTHERWISE if cut else ""
     sentence = (
         f"{count:,} sample{'' if one else 's'}{so_far} ({some}) draw{'s' if one else ''} random numbers when "
-        f"{'it is' if one else 'they are'} read, so {'it comes' if one else 'they come'} from the source for "
-        "each use; "
+        f"{'it is' if one else 'they are'} read{otherwise}, so {'it comes' if one else 'they come'} from the "
+        "source for each use; "
     )
     if count > used // 2:
         sentence += f"that is most of the {used:,}, so a cache helps little. "

@@ -78,6 +78,11 @@ class SourceReader:
         """Whether the dataset itself reads several samples together."""
         return bool(getattr(self._source.dataset, "__getitems__", None))
 
+    @property
+    def cuts(self) -> bool:
+        """Whether chains of the dataset's own are cut."""
+        return bool(self._source.calls)
+
     def __call__(self, index: int) -> Any:
         self.calls += 1
         return self._source.read(index)

@@ -44,7 +44,14 @@ from hotset.store.records import Record, Records
 from hotset.store.spill import Spill
 from hotset.store.torch_threads import HelperThread
 
-__all__ = ["Filler", "NoDrawWatch"]
+__all__ = ["IN_TURN", "Filler", "NoDrawWatch"]
+
+
+class _InTurn:
+    """What a reader returns for a sample that must be read in its turn, for each use, as if it drew."""
+
+
+IN_TURN = _InTurn()
 
 
 class Read(Protocol):
@@ -52,7 +59,8 @@ class Read(Protocol):
 
     A reader that reads several samples faster than one by one has a method ``many`` as well, which returns an
     iterable of their values, in order. What it raises is taken for the sample whose turn it is. A reader that
-    reads several at once says in ``at_once`` how many.
+    reads several at once says in ``at_once`` how many. It returns :data:`IN_TURN` for a sample that is never
+    to be cached.
     """
 
     def __call__(self, sample: int, /) -> Any: ...
@@ -281,11 +289,15 @@ class Filler:
         try:
             self._read(found, some, read)
             if not self.watch.drew(found, lambda: self._read({}, some, read)):
+                drawing = [sample for sample, value in found.items() if value is IN_TURN]
+                for sample in drawing:
+                    del found[sample]
                 return
             found.clear()
             for sample in some if len(some) > 1 else []:
                 alone = self._read({}, [sample], read)
-                if self.watch.drew(alone, functools.partial(self._read, {}, [sample], read)):
+                drew = self.watch.drew(alone, functools.partial(self._read, {}, [sample], read))
+                if drew or alone[sample] is IN_TURN:
                     drawing.append(sample)
                 else:
                     found.update(alone)

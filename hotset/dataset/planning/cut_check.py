@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hotset.dataset.pipeline import ApplyAt, Chain, Cuts, Pipeline, Source, chain_of
+from hotset.dataset.pipeline import ApplyAt, CannotBeCut, Chain, Cuts, Pipeline, Source, chain_of
 from hotset.dataset.transform_attributes import with_transforms
 from hotset.determinism.draws.rng import Generators
 from hotset.determinism.equality import same
@@ -27,6 +27,7 @@ __all__ = ["differs_when_cut"]
 
 _SECONDS = 0.25
 _ROUNDS = 8
+_TELLS_NOTHING: tuple[Any, dict[str, Any]] = (None, {})  # a sample that is read whole in training, too
 
 
 def differs_when_cut(pipeline: Pipeline, cuts: Cuts, indices: Sequence[int]) -> bool:
@@ -49,7 +50,7 @@ def differs_when_cut(pipeline: Pipeline, cuts: Cuts, indices: Sequence[int]) -> 
         for index in [*indices] * _ROUNDS:
             first, again, other = (_reading(source, index, generators) for source in (whole, whole, cut))
             if first is not None and same(first, again, across=True) is None:
-                if same(first, other, across=True) is not None:
+                if other is not _TELLS_NOTHING and same(first, other, across=True) is not None:
                     return True
                 generators.put(first[1])  # so that the next one draws otherwise, as in training
                 generators.note()
@@ -63,7 +64,9 @@ def differs_when_cut(pipeline: Pipeline, cuts: Cuts, indices: Sequence[int]) -> 
 def _reading(source: Source, index: int, generators: Generators) -> tuple[Any, dict[str, Any]] | None:
     """A sample, and the states that reading it left, which are put back; None if it cannot be read."""
     try:
-        return source.finish(source.read(index)), generators.states()
+        return source.finish(source.read_cut(index)), generators.states()
+    except CannotBeCut:
+        return _TELLS_NOTHING
     except Exception:  # training may never ask for it
         return None
     finally:
