@@ -60,8 +60,9 @@ def calls(report: str, name: str) -> tuple[int, int]:
 # Each program prints digests of what it gets in several rounds; they are compared with those of a plain run.
 PRELUDE = """
 LINES = 1
-import gc, hashlib, json, os, re, sys, threading, torch, multiprocessing
-gc.freeze()  # else the collector passes over torch as the program ends, which takes as long as all else
+import gc; gc.disable()  # it would pass over torch as that is imported, and as the program ends
+import hashlib, json, os, re, sys, threading, torch, multiprocessing
+gc.freeze(); gc.enable()
 
 def digest(value):
     import numpy, torch
