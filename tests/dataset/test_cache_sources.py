@@ -568,9 +568,29 @@ class _ByName(Dataset[int]):
         return {"a": 1, "b": 2, "c": 3}[name]
 
 
+class _OpenedInWorkers(Dataset[str]):
+    """A worker_init_fn opens its file."""
+
+    file: Any = None
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> str:
+        return self.file.readline()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "told"),
+    [
+        (_ByName(), KeyError, "hotset.memo"),
+        (_OpenedInWorkers(), AttributeError, "what a worker_init_fn opens"),
+    ],
+)
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have notes from Python 3.11 on")
-def test_the_error_of_a_dataset_without_numbers_as_indices_has_a_note_with_what_to_do() -> None:
-    with pytest.raises(KeyError) as caught:
-        hotset.cache(_ByName(), memory="1MiB")
-    assert caught.value.args == (0,)
-    assert any("hotset.memo" in note for note in caught.value.__notes__)
+def test_the_error_of_a_dataset_that_cannot_be_read_by_number_here_has_a_note_with_what_to_do(
+    source: Any, error: type[Exception], told: str
+) -> None:
+    with pytest.raises(error) as caught:
+        hotset.cache(source, memory="1MiB")
+    assert any(told in note for note in caught.value.__notes__)

@@ -43,7 +43,7 @@ from hotset.determinism.declare import declared
 from hotset.determinism.draws.probe import Probe, probe
 from hotset.determinism.timing import Timed
 from hotset.determinism.verdict import name_of, verdict_of
-from hotset.errors import NotCacheable, SegmentError
+from hotset.errors import HotsetError, NotCacheable, SegmentError
 from hotset.session.session_definition import Session
 from hotset.store import irregular_records as forms
 from hotset.store import memory_limits as machine
@@ -325,10 +325,10 @@ def _decide(pipeline: Pipeline, options: CacheOptions, limit: int) -> tuple[CutC
     return choice, source, probed
 
 
-_NOT_BY_NUMBER = (
-    "hotset.cache reads samples by the indices 0 to {:,}, and none of those that it tried could be read. A "
-    "dataset that takes other indices (names, pairs) cannot be cached: memoise the function that reads a "
-    "sample, with hotset.memo."
+_NONE_READ = (
+    "hotset.cache reads samples here by indices 0 to {:,}, and none of those that it tried could be read. "
+    "Let the dataset itself open what a worker_init_fn opens, when it reads first. A dataset that takes "
+    "other indices (names, pairs) cannot be cached: memoise what reads a sample, with hotset.memo."
 )
 
 
@@ -345,10 +345,12 @@ def _probe(source: Source, length: int) -> Probe:
     timed = Timed(source.read_cut)
     try:
         found = probe(timed, inwards, held, seconds=_PROBE_SECONDS, forgive=(Exception,))
-    except (LookupError, TypeError) as error:
+    except Exception as error:
         numbered_here = isinstance(source.dataset, StreamSource)  # not by the user's dataset
-        if not numbered_here and hasattr(error, "add_note"):  # from Python 3.11 on
-            error.add_note(_NOT_BY_NUMBER.format(length - 1))
+        if not (numbered_here or isinstance(error, HotsetError)) and hasattr(
+            error, "add_note"
+        ):  # from 3.11 on
+            error.add_note(_NONE_READ.format(length - 1))
         raise
     seconds = timed.seconds
     if getattr(source.dataset, "__getitems__", None) and not found.moved:

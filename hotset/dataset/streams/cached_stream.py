@@ -99,7 +99,7 @@ class CachedStream(DatasetProxy[T]):
             )
             warn(
                 f"{name} is recorded anew: {change} has changed, and samples may depend on it. If none does, "
-                f"declare it: hotset.deterministic({name}).{'' if self._passes.by_epoch else f' {order}'}"
+                f"declare it: hotset.deterministic({name}).{'' if self._passes.by_epoch else order}"
             )
             self._attribute_was_set(change.name)
 
