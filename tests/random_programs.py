@@ -53,12 +53,15 @@ def run(main: Any, options: dict[str, Any]) -> None:
         states = (random.getstate(), np.random.get_state(), torch.get_rng_state())
         print(moment, *(_digest(each) for each in (*seen, *states)))
 
-    def cache(dataset: Any) -> Any:
-        cached.append(hotset.cache(dataset, **options))
+    def cache(dataset: Any, **given: Any) -> Any:
+        cached.append(hotset.cache(dataset, **given, **options))
         return cached[-1]
 
+    def transformed(dataset: Any, transform: Any = None) -> Any:
+        return dataset if transform is None else _Transformed(dataset, transform)
+
     how = sys.argv[1]
-    given = (lambda dataset: dataset) if how == "plain" else cache
+    given = transformed if how == "plain" else cache
     loader = hotset.DataLoader if how == "hotset" else torch.utils.data.DataLoader
     try:
         main(given, loader, observe)
@@ -70,6 +73,25 @@ def run(main: Any, options: dict[str, Any]) -> None:
         traceback.print_exc()
     hits = sum(each.stats().hits for each in cached)
     print(f"hits: {hits}", file=sys.stderr)
+
+
+class _Transformed:
+    """A dataset with transforms after it, as ``transform=`` says."""
+
+    def __init__(self, dataset: Any, transforms: Any) -> None:
+        self._dataset, self._transforms = dataset, transforms
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        sample = self._dataset[index]
+        for transform in self._transforms:
+            sample = transform(sample)
+        return sample
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dataset, name)
 
 
 def _digest(value: Any) -> str:
@@ -487,6 +509,14 @@ WRAPS = {
     "cached concatenation": "dataset = cache(ConcatDataset([raw, Subset(raw, [1, 3])]))",
     "wrapped": "dataset = cache(Wrapped(raw))",
 }
+ON_IMAGE = """
+    class OnImage:
+        def __init__(self, transform):
+            self.transform = transform
+
+        def __call__(self, sample):
+            return (self.transform(sample[0]), *sample[1:])
+"""
 WRAPPED = """
     class Wrapped(Dataset):
         def __init__(self, inner):
@@ -550,7 +580,7 @@ def compose(seed: int) -> str:
         rng.shuffle(made)
     if name["CALLS"] not in ("own loop",) and not made:
         made = ["Identity()"]
-    if IN_PLACE & {*made, name["CALLS"]}:
+    if IN_PLACE & {*made, name["CALLS"]} or rng.random() < 0.2:
         name["KEPT"] = rng.choice(sorted({*KEPT} - GIVES_ITS_OWN))
     makes, load, kind = KEPT[name["KEPT"]]
     as_tensor = kind == "array" and rng.random() < 0.5
@@ -575,6 +605,13 @@ def compose(seed: int) -> str:
         options += ["prefetch_factor=1"] * (rng.random() < 0.2)
     if rng.random() < 0.15 and name["LOOPS"] != "in place":
         options.append("collate_fn=as_it_is")
+    behind = ""
+    if rng.random() < 0.25 and wraps == "itself" and name["CHANGES"] != "transform":
+        name["RETURNS"] = rng.choice(["tuple", "ints", "index", "float"])
+        more = rng.sample([*KNOWN, *RANDOM], rng.choice([1, 2, 3]))
+        definitions += [_code({**KNOWN, **RANDOM}[each]) for each in more]
+        definitions.append(_code(ON_IMAGE))
+        behind = f", transform=[{', '.join(f'OnImage({each})' for each in more)}]"
     anew = rng.random() < 0.2
     make_loader = [*filter(None, [ahead]), f"loader = Loader(dataset, {', '.join(options)})"]
     given = {}
@@ -613,7 +650,7 @@ def compose(seed: int) -> str:
         "    def __getitem__(self, i):",
         _block([*CALLS[name["CALLS"]], RETURNS[name["RETURNS"]]], 2),
         "def main(cache, Loader, observe):\n    batch_size = 4\n    raw = Data()",
-        _block(WRAPS[wraps], 1),
+        _block(WRAPS[wraps].replace("cache(raw)", f"cache(raw{behind})"), 1),
         "" if anew else _block(make_loader, 1),
         "    for epoch in range(4):",
         _block(CHANGES[name["CHANGES"]], 2),
