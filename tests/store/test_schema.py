@@ -636,8 +636,8 @@ def test_a_class_that_is_known_by_its_methods_is_told_what_to_do() -> None:
 UNCACHEABLE: list[tuple[Any, str]] = [
     ([1, {"x": samples.Opaque(1)}], "[1]['x']: an object of samples.Opaque; hotset.register_codec makes"),
     ({("a", 1): 2}, "the sample: a dict with keys that are neither text nor numbers"),
-    ([np.array([1, "a"], object)], "[0]: a numpy array of object"),
-    ([np.zeros(3, [("x", "i4")])], "[0]: a numpy array of"),
+    ([np.array([1, "a"], object)], "[0]: a numpy array of object; return a list"),
+    ([np.zeros(3, [("x", "i4")])], "[0]: a numpy array of [('x', '<i4')]; return a dict of its fields"),
     (2**64, "the sample: an int of more than 64 bits"),
     (torch.zeros(2, requires_grad=True), "the sample: a tensor that requires a gradient"),
     (torch.zeros(2).to_sparse(), "the sample: a torch.sparse_coo tensor"),

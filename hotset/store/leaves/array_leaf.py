@@ -325,7 +325,8 @@ def array_leaf(value: object, *, keep_order: bool) -> ArrayLeaf | None:
         return ArrayLeaf("torch", _TORCH_NAMES[value.dtype], value.ndim, shape, order, keep_order)
     if type(value) is np.ndarray:
         if value.dtype.kind not in _CACHED_KINDS:
-            raise SchemaMismatch(f"a numpy array of {value.dtype}")
+            parts = "a list" if value.dtype.hasobject else "a dict of its fields"
+            raise SchemaMismatch(f"a numpy array of {value.dtype}; return {parts} to have it cached")
         refuse_dtype(value)
         strides = tuple(step // max(value.itemsize, 1) for step in value.strides)
         order = memory_order(value.shape, strides)
