@@ -11,7 +11,8 @@ So the attributes of the dataset, of the datasets that it wraps, and of the obje
 these hold, in a ``__dict__`` or in slots, are set to what they were; lists, dicts, sets and deques among them
 get the elements that they had, and small arrays and tensors their numbers. So are those of its transforms,
 before the cache gets its fingerprint: a transform that counts its calls, or loads a network when it is called
-first, would have another one in the process that plans than in all others. An object is left alone if a
+first, would have another one in the process that plans than in all others. MONAI's readers note the file that
+they read, so what transforms hold is put back whoever has written its class. An object is left alone if a
 container of another kind has grown or shrunk meanwhile, as its attributes may describe the container.
 
 **Compared.** A method of the dataset may set attributes on which samples depend (``close_mosaic()``), or the
@@ -229,6 +230,7 @@ class HeldAttributes:
         transforms: its transforms, before they are called.
         room: how much is looked at; it is used up.
         counts: whether an attribute of an owner counts; None: all do.
+        libraries: whether the objects of libraries count as well that a transform holds.
 
     Example:
         >>> import types
@@ -250,13 +252,16 @@ class HeldAttributes:
         transforms: Iterable[Any] = (),
         room: Room | None = None,
         counts: Counts | None = None,
+        libraries: bool = False,
     ) -> None:
         room = Room() if room is None else room
         self._counts = counts or _counts
         owners: dict[int, Any] = {}
-        for holder in [dataset, *map(_holder, transforms)]:
+        kinds_of_transforms: tuple[type, ...] = (object,) if libraries else _NAMESPACES
+        holders = [(dataset, _NAMESPACES), *((_holder(each), kinds_of_transforms) for each in transforms)]
+        for holder, kinds in holders:
             for owner in (*datasets_in(holder), *_itself(holder)):
-                for each in (owner, *_users_objects(owner, self._counts)):
+                for each in (owner, *_objects_of(owner, self._counts, kinds)):
                     owners.setdefault(id(each), each)
         self._held = [_Owner.of(owner, room, self._counts) for owner in owners.values()]
 
@@ -360,16 +365,16 @@ def _counts(owner: Any, name: str) -> bool:
     return not name.startswith("_hotset")
 
 
-def _users_objects(owner: Any, counts: Counts) -> Iterator[Any]:
-    """The objects of the user's classes that an owner holds; but datasets are owners themselves."""
+def _objects_of(owner: Any, counts: Counts, kinds: tuple[type, ...]) -> Iterator[Any]:
+    """The objects of the user's classes, and of these kinds, that an owner holds, without datasets."""
     for name, value in list((attributes_of(owner) or {}).items()):
         if is_opaque(value) or type(value) in _PLAIN_TYPES or is_a(value, Dataset) or not counts(owner, name):
             continue
         if issubclass(type(value), _ENTERED) and length(value) > Room.elements:
             continue
-        for each in held_objects(value, _NAMESPACES):
-            is_one = is_a(each, _NAMESPACES) or (is_users(each) and not is_a(each, Dataset))
-            if is_one and attributes_of(each) is not None:
+        for each in held_objects(value, kinds):
+            is_one = is_a(each, kinds) or is_users(each)
+            if is_one and not is_a(each, Dataset) and attributes_of(each) is not None:
                 yield each
 
 

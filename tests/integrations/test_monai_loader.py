@@ -1,16 +1,23 @@
-"""MONAI's own DataLoader over a cached dataset: it seeds random transforms by walking through the dataset."""
+"""MONAI's own DataLoader over a cached dataset, and the inverse of cached transforms in another process.
+
+The loader seeds random transforms by walking through the dataset.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import warnings
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from helpers import equal_batches
 from library_tables import need
 
 import hotset
+from hotset.session import sessions
 
 KEYS = ["image"]
 VOLUMES = [
@@ -49,3 +56,35 @@ def test_it_seeds_what_it_would_seed_without_a_cache(workers: int) -> None:
     with hotset.cache(volumes(), memory="1MiB") as cached:
         assert cached.plan.live == ("RandSpatialCropd", "RandFlipd", "RandGaussianNoised")
         equal_batches(epochs(cached, workers), expected)
+
+
+def flipped() -> Any:
+    transforms = need("monai.transforms")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        chain = transforms.Compose(
+            [
+                transforms.EnsureChannelFirstd(KEYS, channel_dim="no_channel"),
+                transforms.Flipd(KEYS, spatial_axis=0),
+                transforms.Orientationd(KEYS, "LPS", labels=None),
+            ]
+        )
+        return need("monai.data").Dataset(VOLUMES, chain)
+
+
+def inverted(session: str) -> tuple[int, list[Any]]:
+    """How many samples are read, and what the inverse of the chain makes of what the cache returns."""
+    dataset = flipped()
+    with hotset.cache(dataset, session=session) as cached:
+        found = [dataset.transform.inverse(cached[i])["image"].as_tensor() for i in range(len(VOLUMES))]
+        return cached.stats().misses, found
+
+
+def test_a_later_job_finds_the_cache_and_inverts_its_transforms() -> None:
+    session = sessions.create("volumes", memory=1 << 20)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        assert pool.submit(inverted, "volumes").result()[0] == len(VOLUMES)
+    misses, found = inverted("volumes")
+    assert misses == len(VOLUMES)  # counted for all jobs: this one has read no more
+    equal_batches(found, [torch.from_numpy(volume["image"])[None] for volume in VOLUMES])
+    sessions.destroy(session)

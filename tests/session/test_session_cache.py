@@ -174,10 +174,24 @@ class Counts:
         return sample
 
 
-def test_a_transform_that_counts_its_calls_is_the_same_in_the_second_job(log: ReadLog) -> None:
+class HoldsCounter:
+    """A transform that holds an object of a library, which counts its calls."""
+
+    def __init__(self) -> None:
+        self.norms = [torch.nn.BatchNorm1d(1)]
+
+    def __call__(self, sample: Any) -> Any:
+        self.norms[0](torch.zeros(2, 1))
+        return sample
+
+
+@pytest.mark.parametrize("counter", [Counts, HoldsCounter])
+def test_a_transform_that_counts_its_calls_is_the_same_in_the_second_job(
+    log: ReadLog, counter: Callable[[], Any]
+) -> None:
     def cached_of() -> Any:
         return hotset.cache(
-            Counted(mapping, log), transform=[hotset.deterministic(Counts())], session="shared"
+            Counted(mapping, log), transform=[hotset.deterministic(counter())], session="shared"
         )
 
     def first() -> None:

@@ -151,7 +151,7 @@ def make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) -> 
         NotCacheable, ArgumentError, QuantityError: see :func:`hotset.cache`.
         NotShared: ``session`` was given, but no other process could recognise what is cached.
     """
-    unread = HeldAttributes(pipeline.dataset, _steps(pipeline))
+    unread = HeldAttributes(pipeline.dataset, _steps(pipeline), libraries=True)
     try:
         # On a busy machine, a transform's time would be the time that torch's threads wait for each other.
         result = one_thread(lambda: _plan_by_reading(pipeline, options, identity, unread))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import secrets
 import zoneinfo
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
@@ -30,6 +31,9 @@ from hotset.store.leaves.leaf import SchemaMismatch
 from hotset.store.leaves.python_leaves import name_of_type
 
 __all__ = ["Codec", "codec_named", "codec_of", "given_codec", "register_codec"]
+
+# This process and those that are forked from it: an address means one object in all of them.
+_ADDRESS_SPACE = secrets.randbits(63)
 
 
 @dataclass(frozen=True)
@@ -104,17 +108,32 @@ def codec_named(name: str) -> Codec | None:
 
 
 def _flatten_meta(value: Any) -> Any:
-    return {
-        "array": value.as_tensor(),
-        "meta": dict(value.meta),
-        "applied_operations": list(value.applied_operations),
-    }
+    return {"array": value.as_tensor(), "attributes": {**vars(value)}, "addresses_of": _ADDRESS_SPACE}
 
 
 def _unflatten_meta(tree: Any) -> Any:
+    """A MetaTensor knows its transforms by their addresses, which say nothing in another process.
+
+    There they are replaced as in MONAI's own caches on disk, so that transforms can be inverted.
+    """
     from monai.data.meta_tensor import MetaTensor
 
-    return MetaTensor(tree["array"], meta=tree["meta"], applied_operations=tree["applied_operations"])
+    attributes = tree["attributes"]
+    if tree["addresses_of"] != _ADDRESS_SPACE:
+        for name in ("_applied_operations", "_pending_operations"):
+            attributes[name] = _without_addresses(attributes[name])
+    value: Any = tree["array"].as_subclass(MetaTensor)
+    vars(value).update(attributes)
+    return value
+
+
+def _without_addresses(part: Any) -> Any:
+    if type(part) is dict:
+        return {
+            name: "none" if name == "id" and "class" in part else _without_addresses(value)
+            for name, value in part.items()
+        }
+    return type(part)(map(_without_addresses, part)) if type(part) in (list, tuple) else part
 
 
 def _tv_tensor(name: str) -> Codec | None:
