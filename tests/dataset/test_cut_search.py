@@ -24,7 +24,7 @@ from live import LoggedCalls, draw_all, halve, image_jitter, image_to_float
 from PIL import Image, ImageDraw
 from samples import image_and_label
 from sources import FolderLike, ReadLog, Samples, Transformed
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, Subset
 
 import hotset
 from hotset.determinism.equality import same
@@ -795,6 +795,58 @@ def test_the_parts_of_a_concat_dataset_with_other_chains_are_to_be_cached_alone(
         hotset.cache(ConcatDataset(parts), memory="1MiB")
     cached = [hotset.cache(part, memory="1MiB") for part in parts]
     equal_batches(epochs(ConcatDataset(cached)), epochs(ConcatDataset(parts)))
+
+
+def test_the_parts_of_a_stack_dataset_are_to_be_cached_alone() -> None:
+    with pytest.raises(hotset.NotCacheable, match=r"Cache its parts: StackDataset\("):
+        hotset.cache(StackDataset(Both(Crop()), Both(Crop())), memory="1MiB")
+    cached = StackDataset(*(hotset.cache(Both(Crop()), memory="1MiB") for _ in range(2)))
+    equal_batches(epochs(cached), epochs(StackDataset(Both(Crop()), Both(Crop()))))
+
+
+class Mixes(Dataset[Any]):
+    def __init__(self, pictures: Any) -> None:
+        self.pictures = pictures
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        return self.pictures[index], self.pictures[random.randrange(N)]
+
+
+def test_of_a_dataset_that_composes_samples_of_another_that_one_is_to_be_cached() -> None:
+    with pytest.raises(hotset.NotCacheable, match=r"in its attribute 'pictures', cache that one"):
+        hotset.cache(Mixes(Both(Crop())), memory="1MiB")
+    with hotset.cache(Both(Crop()), memory="1MiB") as cached:
+        equal_batches(epochs(Mixes(cached)), epochs(Mixes(Both(Crop()))))
+
+
+class StacksViews(Around):
+    def __getitem__(self, index: int) -> Any:
+        return torch.stack([self.transform(torch.full((2,), index)) for _ in range(2)])
+
+
+class CropsSome(Around):
+    def __getitem__(self, index: int) -> Any:
+        picture = torch.full((2,), index)
+        return self.transform(picture) if index % 2 else picture
+
+
+@pytest.mark.parametrize(
+    ("kind", "does"),
+    [
+        (StacksViews, "processes the results of its transform further"),
+        (CropsSome, "calls its transform more often for some samples than for others"),
+    ],
+)
+def test_it_is_said_what_the_dataset_does_with_a_chain_that_stays_whole(
+    kind: type[Around], does: str
+) -> None:
+    dataset = kind()
+    dataset.target_transform = None
+    with pytest.raises(hotset.NotCacheable, match=f"{kind.__name__} {does}.*with what the dataset does"):
+        hotset.cache(dataset, memory="1MiB")
 
 
 class LeavesSomeOut(Around):

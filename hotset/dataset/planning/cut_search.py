@@ -180,8 +180,8 @@ class _CutSearch:
             if own.calls and not own.whole:
                 why = (
                     f"{self._class_name} gives other samples if its {self._pipeline.attributes[number].name} "
-                    "runs after the rest of the reading (it sets a seed for it, puts a generator back, or "
-                    "looks at what it returns)"
+                    "runs after the rest of the reading (it draws numbers itself, sets a seed for it, puts a "
+                    "generator back, or looks at what it returns)"
                 )
                 self._own[number] = self._keep_whole(own, number, why, leaves(own.chain), own.values)
         self._judge_given()
@@ -231,15 +231,23 @@ class _CutSearch:
             why = f"{self._class_name} calls its {name} with keywords"
             calls = [each for recorder in recorders for each in recorder.refused]
             return self._keep_whole(unknown, number, why, [lambda keywords: chain(**keywords)], calls)
-        if any(len(recorder.inputs) != 1 for recorder in recorders):
-            why = f"{self._class_name} does not call its {name} once for each sample"
-            return self._keep_whole(unknown, number, why, leaves(chain), values)
         # A chain that cannot be cut is tried as well: if it is random, it must not be cached as a whole.
-        findings = _ChainFindings(chain, self._split(chain, values), values)
-        if isinstance(self._sample, Exception) or find_paths(self._sample, recorders[0]) is None:
+        findings = _ChainFindings(chain, self._split(chain, values), values) if values else unknown
+        times = {len(recorder.inputs) for recorder in recorders}
+        why = ""
+        if not values:
+            why = f"{self._class_name} does not call its {name}"
+        elif len(times) > 1:
+            why = f"{self._class_name} calls its {name} more often for some samples than for others"
+        elif (
+            times != {1}
+            or isinstance(self._sample, Exception)
+            or find_paths(self._sample, recorders[0]) is None
+        ):
             why = (
                 f"{self._class_name} processes the results of its {name} further, or gives it several values"
             )
+        if why:
             return self._keep_whole(findings, number, why, leaves(chain), values)
         return self._whole_if_used(self._measured(findings, values[:1]), number)
 
@@ -347,7 +355,7 @@ class _CutSearch:
                 raise NotCacheable(
                     f"{verdict.name} is random ({verdict.evidence}), and {why}, so the chain cannot be cut "
                     "before it, and one draw would be cached; give the chain as transform=[...] to "
-                    "hotset.cache instead."
+                    "hotset.cache instead, with what the dataset does around it."
                 )
         if any(alters_input(steps, value) for value in values) and any(
             passes_shared_objects(self._pipeline, index)[number] for index in self._reads.indices

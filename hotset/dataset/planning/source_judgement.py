@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
 from hotset.dataset.format_transform import columns_with_gaps, format_of
 from hotset.dataset.pipeline import Source
-from hotset.dataset.transform_attributes import transform_attributes_of
 from hotset.determinism.declare import declaration_of, declared
 from hotset.determinism.draws.probe import Probe, probe
 from hotset.determinism.draws.rng import Generators
 from hotset.determinism.equality import content_digests, same
+from hotset.determinism.objects.safe_access import attributes_of, is_a
 from hotset.errors import NotCacheable
 
 __all__ = ["judge_source"]
@@ -84,10 +84,20 @@ def _judge(dataset: Any, source: Source, probed: Probe) -> tuple[list[str], bool
 
 
 def _parts_first(dataset: Any) -> str:
-    """Begins the advice: the parts of a ConcatDataset can be cut where the whole cannot."""
-    if type(dataset) is not ConcatDataset or not any(map(transform_attributes_of, dataset.datasets)):
+    """Begins the advice: what a dataset is made of may be cached where the whole cannot."""
+    kind = type(dataset)
+    if kind is ConcatDataset:
+        return "Cache its parts: ConcatDataset([hotset.cache(part), ...]). Or move"
+    if kind is StackDataset:
+        return "Cache its parts: StackDataset(hotset.cache(part), ...). Or move"
+    held = attributes_of(dataset) or {}
+    name = next((name for name, value in held.items() if is_a(value, Dataset)), None)
+    if name is None or kind is Subset:
         return "Move"
-    return "Cache its parts, as their transforms differ: ConcatDataset([hotset.cache(part), ...]). Or move"
+    return (
+        f"If it composes samples of the dataset in its attribute {name!r}, cache that one before it is given "
+        f"to {kind.__name__}: hotset.cache(...). Otherwise move"
+    )
 
 
 def _changes_in_place(dataset: Any, indices: Sequence[int]) -> bool:

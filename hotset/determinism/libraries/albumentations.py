@@ -174,7 +174,8 @@ def _composition(step: Any, base: type, replaced: str | None) -> Verdict:
     if step.p < 1:
         return _verdict(step, "random", f"draws whether it is applied, p={step.p:g}")
     why = _why_whole(step)
-    whole = f", and is kept whole, as it {why}" if why else ""
+    alone = "to have the first ones cached, give them a Compose of their own before it"
+    whole = f", and is kept whole, as it {why} ({alone})" if why else ""
     verdict = verdict_of_children(
         step, step.transforms, f"albumentations: {base.__name__} applies its transforms{whole}"
     )
