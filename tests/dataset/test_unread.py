@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import equal_batches
 from sources import Handle, ReadLog
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, Subset, get_worker_info
 
 import hotset
 
@@ -302,3 +303,39 @@ def test_planning_leaves_objects_and_arrays_that_a_dataset_holds_as_they_were(re
     assert dataset.own.counts == {"reads": [0]}
     assert not dataset.seen.any()
     assert not dataset.last.any()
+
+
+class OpensForEachWorker(Dataset[Any]):
+    """Keeps its files in a dict, and beside it what goes with them."""
+
+    def __init__(self) -> None:
+        self.files: dict[Any, list[int]] = {}
+        self.members: Any = None
+        self.transform = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Dropout(0.5))
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        worker = get_worker_info()
+        number = None if worker is None else worker.id
+        if number not in self.files:
+            self.files[number] = list(range(N))
+            self.members = {f"{i}.jpg": i for i in range(N)}
+        member = self.files[number][self.members[f"{index}.jpg"]]
+        return self.transform(torch.full((8,), float(member)))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_a_dataset_keeps_in_a_dict_and_beside_it_stays_together(workers: int) -> None:
+    def epochs(dataset: Any) -> list[Any]:
+        torch.manual_seed(3)
+        loader = hotset.DataLoader(dataset, batch_size=4, num_workers=workers)
+        return [list(loader) for _ in range(2)]
+
+    expected = epochs(OpensForEachWorker())
+    dataset = OpensForEachWorker()
+    with hotset.cache(dataset, memory="1MiB") as cached:
+        assert (dataset.files, dataset.members) == ({}, None)
+        equal_batches(epochs(cached), expected)
+        assert cached.stats().cached == N

@@ -16,7 +16,7 @@ from hotset.dataset.chain_calls import SamplePath
 from hotset.dataset.pipeline import Chain, Pipeline, Transform
 from hotset.dataset.planning.call_sites import CallSite, call_sites
 from hotset.dataset.source_reader import seconds_in_groups
-from hotset.dataset.transform_attributes import TRANSFORM_NAMES, with_transforms
+from hotset.dataset.transform_attributes import TRANSFORM_NAMES, CopiedAttributes, with_transforms
 from hotset.determinism.aliasing import owns_all
 from hotset.determinism.chain import Values, leaves, takes_keywords
 from hotset.determinism.equality import content_digests
@@ -110,12 +110,17 @@ def recorded(
         for attribute, recorder, parts in zip(pipeline.attributes, recorders, prefixes, strict=True)
         if parts is not None
     }
+    twin = with_transforms(pipeline.dataset, named)
+    # The next copy shares what this one has put into containers, so it needs the attributes that go with it.
+    read = CopiedAttributes(twin, pipeline.dataset)
     try:
-        return with_transforms(pipeline.dataset, named)[index], recorders
+        return twin[index], recorders
     except Exception as error:
         if any(recorder.irregular for recorder in recorders) or all(r.outputs for r in named.values()):
             return error, recorders
         raise
+    finally:
+        read.follow()
 
 
 def find_paths(sample: Any, recorder: Recorder) -> tuple[SamplePath, ...] | None:
