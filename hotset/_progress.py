@@ -67,15 +67,15 @@ def progress_bar(console: Console, unit: str, period: float, *fields: str) -> Pr
 
 
 @contextlib.contextmanager
-def counting_bar(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    """Show a bar on standard error if that is a terminal; yields a function that takes how many are done."""
+def counting_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar on standard error if that is a terminal; yields what takes how many samples are done."""
     if sys.stderr is None or not sys.stderr.isatty():
         yield lambda done: None
         return
     import_rich()
     from rich.console import Console
 
-    with progress_bar(Console(stderr=True, highlight=False), unit, 5.0) as progress:
+    with progress_bar(Console(stderr=True, highlight=False), "samples", 5.0) as progress:
         task = progress.add_task(what, total=total)
         yield lambda done: progress.update(task, completed=done)
 

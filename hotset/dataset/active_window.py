@@ -272,7 +272,7 @@ class ActiveWindow:
         assert self._pool is not None
         residents = _run(self._position.cursor, self.sizes.resident)
         self._pool.request(residents)
-        with counting_bar(self._name, len(residents), "samples") as show:
+        with counting_bar(self._name, len(residents)) as show:
             while not (settled := ring.settled(residents)).all() and not self._pool.idle:
                 self.raise_errors()
                 show(int(settled.sum()))

@@ -37,6 +37,7 @@ __all__ = [
     "file_identity",
     "hooks",
     "memoised",
+    "replace",
     "stand_in",
 ]
 
@@ -72,19 +73,19 @@ class Decoder(NamedTuple):
 def hooks(more: tuple[str, ...] = ()) -> Iterator[tuple[str, Hook]]:
     """Every module to wait for, and what to do when it has been imported."""
     for decoder in TABLE:
-        yield decoder.module, functools.partial(_replace, decoder)
+        yield decoder.module, functools.partial(replace, decoder, memoised)
     for place in more:
         module, _, name = place.partition(":")
         yield module, functools.partial(_replace_users, name)
 
 
-def _replace(decoder: Decoder, module: Any) -> None:
+def replace(decoder: Decoder, make: Callable[[Callable[..., Any], Decoder], Any], module: Any) -> None:
+    """Put what ``make`` makes of the function in its place, if the module has it, and once."""
     *parents, name = decoder.name.split(".")
     owner = functools.reduce(getattr, parents, module)
     function = getattr(owner, name, None)
-    if function is None or hasattr(function, "__hotset__"):
-        return
-    setattr(owner, name, memoised(function, decoder))
+    if function is not None and not hasattr(function, "__hotset__"):
+        setattr(owner, name, make(function, decoder))
 
 
 def memoised(function: Callable[..., Any], decoder: Decoder) -> Any:

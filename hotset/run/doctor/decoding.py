@@ -28,16 +28,15 @@ _keeping: dict[str, Callable[..., Any]] = {}
 def hooks(decode: Decode) -> Iterator[tuple[str, Hook]]:
     """The hooks that put the clocks around decoders."""
     for decoder in decoders.TABLE:
-        yield decoder.module, functools.partial(_time_decoder, decode, decoder)
+        yield (
+            decoder.module,
+            functools.partial(decoders.replace, decoder, functools.partial(_timed_by, decode)),
+        )
     yield "PIL.ImageFile", functools.partial(_time_pillow, decode)
 
 
-def _time_decoder(decode: Decode, decoder: decoders.Decoder, module: Any) -> None:
-    *parents, name = decoder.name.split(".")
-    owner = functools.reduce(getattr, parents, module)
-    function = getattr(owner, name, None)
-    if function is None or hasattr(function, "__hotset__"):
-        return
+def _timed_by(decode: Decode, function: Callable[..., Any], decoder: decoders.Decoder) -> Any:
+    """What takes the place of a decoder."""
     title = f"{decoder.module}.{decoder.name}"
     _timed[title] = functools.partial(decoders.memoised, function, decoder)
 
@@ -46,7 +45,7 @@ def _time_decoder(decode: Decode, decoder: decoders.Decoder, module: Any) -> Non
             return _keeping[title](*args, **keywords)
         return decode(title, lambda: function(*args, **keywords), _bytes_of)
 
-    setattr(owner, name, decoders.stand_in(function, call))
+    return decoders.stand_in(function, call)
 
 
 def _time_pillow(decode: Decode, module: Any) -> None:
