@@ -27,11 +27,9 @@ _keeping: dict[str, Callable[..., Any]] = {}
 
 def hooks(decode: Decode) -> Iterator[tuple[str, Hook]]:
     """The hooks that put the clocks around decoders."""
+    make = functools.partial(_timed_by, decode)
     for decoder in decoders.TABLE:
-        yield (
-            decoder.module,
-            functools.partial(decoders.replace, decoder, functools.partial(_timed_by, decode)),
-        )
+        yield decoder.module, functools.partial(decoders.replace, decoder, make)
     yield "PIL.ImageFile", functools.partial(_time_pillow, decode)
 
 
