@@ -25,10 +25,10 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from hotset._warnings import warn
-from hotset.determinism.draws.draw_watch import DrawWatch
 from hotset.errors import SegmentError
 from hotset.session.find_or_create import CacheHandle, attach_again
 from hotset.session.session_cache import SessionCacheHandle
+from hotset.store.fill import DrawWatch
 from hotset.store.format import LINE, Live
 from hotset.store.ring import attach_store
 from hotset.store.segment import Address, Segment

@@ -44,7 +44,7 @@ from hotset.store.records import Record, Records
 from hotset.store.spill import Spill
 from hotset.store.torch_threads import HelperThread
 
-__all__ = ["IN_TURN", "Filler", "NoDrawWatch"]
+__all__ = ["IN_TURN", "DrawWatch", "Filler", "NoDrawWatch"]
 
 
 class _InTurn:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import pickle
 import random
 import signal
 import subprocess
@@ -29,7 +28,6 @@ from sources import Counting, PlainError, ReadLog, Stalling, TwoArgumentError
 from stores import count, ids, opened, stored, wrong
 
 from hotset.dataset.prefetch.pool import PrefetchPool
-from hotset.dataset.prefetch.worker import Carried
 from hotset.errors import HotsetWarning
 from hotset.store.store import Store
 
@@ -238,20 +236,6 @@ def _draws(_: int) -> torch.Tensor:
     import numpy as np
 
     return torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)
-
-
-def test_a_pickled_store_attaches_as_its_own_class() -> None:
-    with opened(image_and_label, 4) as store:
-        store.__class__ = _Special
-        store.fill(ids(2), image_and_label)
-        with contextlib.closing(pickle.loads(pickle.dumps(Carried(store))).store) as other:
-            assert type(other) is _Special
-            assert wrong(stored(other), image_and_label) == {}
-            assert count(other) == 1
-
-
-class _Special(Store):
-    pass
 
 
 # Errors

@@ -34,8 +34,9 @@ from typing import Any
 import torch.multiprocessing
 
 from hotset._warnings import warn
+from hotset.dataset.attachment import Attachment
 from hotset.dataset.prefetch.queue import PrefetchQueue
-from hotset.dataset.prefetch.worker import NOT_BEGUN, Carried, Read, worker_process
+from hotset.dataset.prefetch.worker import NOT_BEGUN, Read, worker_process
 from hotset.store.claims import Ids
 from hotset.store.store import Store
 
@@ -151,13 +152,15 @@ class PrefetchPool:
 
     def _start_workers(self, queue: PrefetchQueue) -> None:
         context = self._context or torch.multiprocessing  # its default is set at its first use, not sooner
+        attachment = Attachment(self._store, None, "")
+        attachment.watch(self._store.filler.watch)
         for number in range(self._processes):
             if number in self._workers:
                 continue
             queue.done[number] = NOT_BEGUN
             worker = context.Process(
                 target=worker_process,
-                args=(queue.address, number, Carried(self._store), self._read),
+                args=(queue.address, number, attachment, self._read),
                 name=f"hotset-fill-{number}",
                 daemon=True,
             )

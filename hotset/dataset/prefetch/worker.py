@@ -23,14 +23,14 @@ import numpy as np
 import torch
 from torch._utils import ExceptionWrapper
 
+from hotset.dataset.attachment import Attachment
 from hotset.dataset.prefetch.queue import PrefetchQueue, QueueAddress
-from hotset.session.find_or_create import attach_again
 from hotset.store.claims import Ids
 from hotset.store.format import CLAIMED, PRESENT
 from hotset.store.memory_limits import keep_freed_memory
 from hotset.store.store import Store
 
-__all__ = ["NOT_BEGUN", "Carried", "Read", "worker_process"]
+__all__ = ["NOT_BEGUN", "Read", "worker_process"]
 
 Read = Callable[[int], Any]
 
@@ -45,26 +45,13 @@ _LARGEST_CHUNK = 64
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 50e-3
 
 
-class Carried:
-    """A store as an argument of a worker process: a fork inherits it; a spawned process attaches to it."""
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-
-    def __getstate__(self) -> Any:
-        return self.store.segment.address, type(self.store).attach, self.store.filler.watch
-
-    def __setstate__(self, state: Any) -> None:
-        *where, watch = state
-        self.store = attach_again(*where)
-        self.store.filler.watch = watch
-
-
-def worker_process(address: QueueAddress, number: int, carried: Carried, read: Read) -> None:
+def worker_process(address: QueueAddress, number: int, attachment: Attachment, read: Read) -> None:
     """The main function of a worker process, which runs until it is killed."""
     queue = PrefetchQueue.attach(address)
     _set_up_process()
-    worker = _Worker(queue, number, carried.store, read)
+    store = attachment.attach()
+    assert store is not None
+    worker = _Worker(queue, number, store, read)
     queue.done[number] = 0
     pause = _SHORTEST_PAUSE
     while True:
