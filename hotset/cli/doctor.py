@@ -130,8 +130,9 @@ def _no_loader(ledger: str, command: str) -> str:
         )
     return (
         f"{printable(command, 60)} has taken fewer than three batches from a torch.utils.data.DataLoader, "
-        "without the first of each epoch (next(iter(loader)) begins one), so there is nothing to judge; let "
-        "it train for a few steps, in epochs of several batches."
+        "without the first of each epoch, so there is nothing to judge; let it train for a few steps, in "
+        "epochs of several batches. Where each batch comes from next(iter(loader)), which begins an epoch with "
+        "new workers, take them in a loop over the loader."
     )
 
 
@@ -185,11 +186,11 @@ class _Watcher:
         else:
             return
         if self._keep:
-            _say("that is enough to judge by; the program goes on, and the report follows when it has ended.")
+            _say("it was watched for long enough; it goes on, and the report follows when it has ended.")
             return
         self.ended = True
         _say(
-            "that is enough to judge by; the program is ended as by Ctrl-C, of which it may print a "
+            "the program was watched for long enough, and is ended as by Ctrl-C, of which it may print a "
             "KeyboardInterrupt; the report follows."
         )
         end_program(program, lambda: training_processes(self._folder), _say, lambda: self._ledger.mark(TOLD))

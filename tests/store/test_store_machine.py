@@ -15,6 +15,7 @@ import signal
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from helpers import often
 from hypothesis import settings
@@ -183,7 +184,7 @@ class StoreMachine(RuleBasedStateMachine):
                 assert same(value, self.model[i]) is None
 
 
-TestStoreMachine = StoreMachine.TestCase
+TestStoreMachine = pytest.mark.timeout(often(300, 1800))(StoreMachine.TestCase)
 TestStoreMachine.settings = settings(
     max_examples=often(20, 300), stateful_step_count=30, deadline=None, database=None
 )
