@@ -131,8 +131,8 @@ def _no_loader(ledger: str, command: str) -> str:
     return (
         f"{printable(command, 60)} has taken fewer than three batches from a torch.utils.data.DataLoader, "
         "without the first of each epoch, so there is nothing to judge; let it train for a few steps, in "
-        "epochs of several batches. Where each batch comes from next(iter(loader)), which begins an epoch with "
-        "new workers, take them in a loop over the loader."
+        "epochs of several batches. Where each batch comes from next(iter(loader)), which begins an epoch "
+        "with new workers, take them in a loop over the loader."
     )
 
 

@@ -29,13 +29,11 @@ import errno
 import itertools
 import mmap
 import os
-import resource
-import sys
 import threading
 import weakref
 from typing import Any
 
-from hotset.store import locks
+from hotset.store import locks, memory_limits
 from hotset.store.format import PAGE
 from hotset.store.segment import Address
 
@@ -62,16 +60,6 @@ class _ArrayRef(weakref.ref[Any]):
 
     __slots__ = ("number",)
     number: int
-
-
-def _allowed_bytes() -> int:
-    """How large a file this process may make and map, at most."""
-    allowed = sys.maxsize
-    for limit, share in ((resource.RLIMIT_FSIZE, 1.0), (resource.RLIMIT_AS, _SHARE)):
-        bound = resource.getrlimit(limit)[0]
-        if bound != resource.RLIM_INFINITY:
-            allowed = min(allowed, int(bound * share))
-    return allowed
 
 
 class BlockPool:
@@ -104,7 +92,7 @@ class BlockPool:
             self._file = locks.file_of(self._fd)
             weakref.finalize(self, locks.close_own, self._fd, self._file).atexit = False
             most = max(min(_MOST_BLOCKS, _MOST_BYTES // self.block_bytes), 64)
-            self._most = min(most, _allowed_bytes() // self.block_bytes)
+            self._most = min(most, memory_limits.mappable(_SHARE) // self.block_bytes)
             if not self._most:
                 raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
             os.ftruncate(self._fd, self.block_bytes * self._most)

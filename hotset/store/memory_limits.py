@@ -38,12 +38,14 @@ import ctypes
 import glob
 import os
 import re
+import resource
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hotset.store.mountinfo import mounts
 
-__all__ = ["Headroom", "Limits", "headroom", "keep_freed_memory", "tmpfs_free", "total"]
+__all__ = ["Headroom", "Limits", "headroom", "keep_freed_memory", "mappable", "tmpfs_free", "total"]
 
 _SMALLEST_MARGIN = 64 << 20
 _LARGEST_MARGIN = 1 << 30
@@ -191,6 +193,23 @@ def total() -> int:
         True
     """
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def mappable(share: float) -> int:
+    """How large a file this process may make and map, in this share of its address space.
+
+    That is what a shell or a batch system limits by ``ulimit -f`` and ``ulimit -v``.
+
+    Example:
+        >>> mappable(0.25) > 0
+        True
+    """
+    allowed = sys.maxsize
+    for limit, part in ((resource.RLIMIT_FSIZE, 1.0), (resource.RLIMIT_AS, share)):
+        bound = resource.getrlimit(limit)[0]
+        if bound != resource.RLIM_INFINITY:
+            allowed = min(allowed, int(bound * part))
+    return allowed
 
 
 def keep_freed_memory() -> None:

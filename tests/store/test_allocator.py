@@ -410,6 +410,19 @@ def test_under_a_limit_of_the_shell_samples_still_come(limit: str) -> None:
     in_child(body)
 
 
+def test_the_memory_that_is_taken_by_default_fits_into_a_limited_address_space() -> None:
+    def body() -> None:
+        address_space = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+        resource.setrlimit(resource.RLIMIT_AS, (address_space + (2 << 30),) * 2)
+        with hotset.cache(Samples(row, 100)) as cached:
+            for _ in range(2):
+                for i in range(100):
+                    assert torch.equal(cached[i], row(i))
+            assert cached.stats().hits == 100
+
+    in_child(body)
+
+
 # A real control group
 
 _PRELUDE = """

@@ -14,6 +14,9 @@ from hotset.units import format_bytes, parse_bytes
 
 __all__ = ["held_by_others", "memory_limit", "own_memory", "window_sizes"]
 
+# Of a limited address space (`ulimit -v`, a batch system's limit), of which the program needs the rest.
+_SHARE = 1 / 2
+
 
 def memory_limit(options: CacheOptions) -> tuple[int, list[str]]:
     """The bytes that the cache may take, and warnings about them.
@@ -27,7 +30,8 @@ def memory_limit(options: CacheOptions) -> tuple[int, list[str]]:
         most = options.session.memory
         return (most if memory == "auto" else min(own_memory(options), most)), []
     if memory == "auto":
-        return room.bytes // 2, []
+        # The file is larger than what the cache may take: there is room in it for records of any form.
+        return min(room.bytes // 2, machine.mappable(_SHARE) // 4), []
     limit = own_memory(options)
     if limit <= room.bytes:
         return limit, []
