@@ -186,7 +186,7 @@ class _Watcher:
         else:
             return
         if self._keep:
-            _say("it was watched for long enough; it goes on, and the report follows when it has ended.")
+            _say("that was long enough; the program goes on, and the report follows when it has ended.")
             return
         self.ended = True
         _say(

@@ -59,10 +59,11 @@ class Audit:
     def __init__(self, source: Source, seconds: float, spent: float = 0.0) -> None:
         self._source = source
         self._cost = seconds
+        self._share = _SHARE  # a spawned process has the share of the one that sent it this
         self._begun = time.monotonic()
         self._spent_before = spent
         self._process = 0
-        self._budget = AuditBudget(_SHARE)
+        self._budget = AuditBudget(self._share)
         self._audits = 0
         self._generators: Generators | None = None
         self.last_seconds = 0.0
@@ -75,7 +76,7 @@ class Audit:
         """
         if self._process != os.getpid():
             self._process = os.getpid()
-            self._budget = AuditBudget(_SHARE, self._inherited(spent()))
+            self._budget = AuditBudget(self._share, self._inherited(spent()))
         if not self._budget.covers(self._cost) or not hits:
             return None
         self._audits += 1
@@ -85,7 +86,7 @@ class Audit:
         """The job's budget from before this process began, less what all processes have spent."""
         worker = get_worker_info()
         processes = 1 if worker is None else worker.num_workers
-        earned = _SHARE * (time.monotonic() - self._begun) * processes
+        earned = self._share * (time.monotonic() - self._begun) * processes
         return max(0.0, earned - (spent - self._spent_before))
 
     def differs(self, cached: Any, index: int) -> str | None:

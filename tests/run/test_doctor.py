@@ -216,7 +216,7 @@ class TestCommand:
         done = forked(before + COMMAND, "doctor", "--json", "--seconds", "0.3", "--", *command)
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["now"]["steps"] > 3
-        assert ("KeyboardInterrupt" in done.stderr) == (by != "a script")
+        assert ("\nKeyboardInterrupt" in done.stderr) == (by != "a script")
         assert ("the program ignores SIGINT" in done.stderr) == (by == "a script")
 
     @pytest.mark.chaos  # test_program.py has the exit codes of programs
