@@ -277,7 +277,7 @@ class Gather:
             ids, words = ids[mix.here], words[mix.here]
         if not store.are_common(words) or not all(each.are_common for each in received):
             return None  # irregular records have no columns
-        if not store.placed(ids, words):
+        if not store.verification.rows_exist(ids, words):
             return None
         if store.verification.verified is not None and not store.present(ids).all():
             return None

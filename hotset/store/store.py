@@ -120,11 +120,9 @@ class Store:
             (rows,), f"V{width}", segment.buffer if rows else None, at if rows else 0, (geometry.stride,)
         )
         self.filler = Filler(self.participant, self.index, self.allocator, schema, spill)
-        self.verification = Verification(self.participant, spill)
+        self.verification = Verification(self.participant, self.index, schema, spill)
         self._block = Blocks().array
         self._warned_of_forms = False
-        # Without a second tier a word that names it names no row.
-        self._place = fmt.ROW_MASK if spill is not None else fmt.ROW_MASK | fmt.ON_DISK
         if not segment.trusted:
             distrust_allocator(self.participant)
             if spill is not None:
@@ -330,7 +328,7 @@ class Store:
             memory: to copy to, where no record is on the disk; one-dimensional. The batch then is of as many
                 of the first records as there is room for. None: a recycled block, with room for all.
         """
-        if not self.placed(ids, words):
+        if not self.verification.rows_exist(ids, words):
             return None
         if self.on_disk(words):
             copied = self._copy_staged(ids, words, memory)
@@ -384,7 +382,7 @@ class Store:
 
         Args:
             ids: of the samples.
-            words: their index words, of present samples, and :meth:`placed`.
+            words: their index words, of present samples, whose rows exist (:meth:`Verification.rows_exist`).
             clear_generation: from before the words were loaded.
 
         Returns:
@@ -397,45 +395,9 @@ class Store:
             return rows, None
         tails = self.tails(rows)
         # The tails' places may be half of one record and half of another.
-        if not self.unchanged(words, clear_generation) or not self.inside(ids, words, tails):
+        if not self.unchanged(words, clear_generation) or not self.verification.tails_fit(ids, words, tails):
             return None
         return rows, tails
-
-    def placed(self, ids: Ids, words: Words) -> bool:
-        """Whether all of these words, of present samples, name existing rows; the others are forgotten."""
-        rows = words & self._place
-        if int(np.maximum.reduce(rows, initial=0)) < self.segment.geometry.rows:
-            return True
-        outside = rows >= self.segment.geometry.rows
-        if self.spill is not None:
-            outside &= words & fmt.ON_DISK == 0  # the second tier checks its own rows
-        return self._keep(ids, words, outside, "its index word names a row that does not exist")
-
-    def inside(self, ids: Ids, words: Words, tails: VariableTails) -> bool:
-        """Whether these tails, of records in the first tier, lie in it; those that do not are forgotten.
-
-        In a segment that may be damaged, each tail must also hold what its record's dimensions say.
-        """
-        outside = tails.outside(self.segment.geometry.lines)
-        if outside is not None:
-            return self._keep(ids, words, outside, "its record's tail lies outside the segment")
-        if self.verification.verified is None or not self.schema.has_tail:
-            return True
-        heads, lines = tails.heads, tails.counts
-        if not self.are_common(words):  # other forms are checked when they are read
-            common = words & fmt.OWN_FORM == 0
-            ids, words, heads, lines = ids[common], words[common], heads[common], lines[common]
-        outgrown = self.schema.outgrown(heads, lines)
-        if outgrown is None:
-            return True
-        return self._keep(ids, words, outgrown, "its record's dimensions are damaged")
-
-    def _keep(self, ids: Ids, words: Words, damaged: np.ndarray[Any, np.dtype[np.bool_]], why: str) -> bool:
-        """Forget those of these records that are damaged; True if none is."""
-        places = self.index.places(ids)
-        for number in np.flatnonzero(damaged).tolist():
-            self.verification.forget_damaged(int(places[number]), int(words[number]), why)
-        return not damaged.any()
 
     def on_disk(self, words: Words) -> bool:
         """Whether any of these words, of present samples, names a record on the disk."""

@@ -11,8 +11,8 @@ in the second tier        at each read, in the copy that is made of it     the s
 ========================  ===============================================  ==============================
 
 Wherever the record is, its index word and its tail's place are checked at each read; if they point outside
-the segment, the record is damaged (:meth:`Store.placed`). So it is if its dimensions exceed the record, where
-a disk can damage them after they were verified.
+the segment, the record is damaged. So it is if its dimensions exceed the record, where a disk can damage them
+after they were verified.
 
 The format relies on x86-64's order of stores; on other processors the first two are verified at every read.
 There a record in memory that does not verify yet comes from the source, and stays.
@@ -26,11 +26,14 @@ import platform
 import time
 
 import numpy as np
+import numpy.typing as npt
 
 from hotset._warnings import warn
-from hotset.store.claims import Participant
-from hotset.store.format import ON_DISK, Slot
+from hotset.store.claims import Ids, Index, Participant
+from hotset.store.format import ON_DISK, OWN_FORM, ROW_MASK, Slot
 from hotset.store.fsck import record_problem
+from hotset.store.leaves.schema import Schema
+from hotset.store.record_batch import VariableTails
 from hotset.store.segment import Words
 from hotset.store.spill import Spill, StagedBatch
 
@@ -48,15 +51,52 @@ class Verification:
         verified: the index word under which each sample was found sound; None if none needs verifying.
     """
 
-    def __init__(self, participant: Participant, spill: Spill | None) -> None:
+    def __init__(self, participant: Participant, index: Index, schema: Schema, spill: Spill | None) -> None:
         self._participant = participant
         self._segment = participant.segment
+        self._index = index
+        self._schema = schema
         self._spill = spill
+        # Without a second tier a word that names it names no row.
+        self._row = ROW_MASK if spill is not None else ROW_MASK | ON_DISK
         self._damaged = 0
         self._begun = time.monotonic()
         self.verified: Words | None = None
         if FULL_CHECK or not self._segment.trusted:
             self.verified = np.zeros(self._segment.geometry.samples, np.int64)
+
+    def rows_exist(self, ids: Ids, words: Words) -> bool:
+        """Whether all of these words, of present samples, name existing rows; the others are forgotten."""
+        rows = words & self._row
+        if int(np.maximum.reduce(rows, initial=0)) < self._segment.geometry.rows:
+            return True
+        outside = rows >= self._segment.geometry.rows
+        if self._spill is not None:
+            outside &= words & ON_DISK == 0  # the second tier checks its own rows
+        return self._none_damaged(outside, ids, words, "its index word names a row that does not exist")
+
+    def tails_fit(self, ids: Ids, words: Words, tails: VariableTails) -> bool:
+        """Whether these tails, of records in the first tier, lie in it; those that do not are forgotten.
+
+        In a segment that may be damaged, each tail must also hold what its record's dimensions say.
+        """
+        outside = tails.outside(self._segment.geometry.lines)
+        if outside is not None:
+            return self._none_damaged(outside, ids, words, "its record's tail lies outside the segment")
+        if self.verified is None or not self._schema.has_tail:
+            return True
+        common = words & OWN_FORM == 0  # other forms are checked when they are read
+        outgrown = self._schema.outgrown(tails.heads[common], tails.counts[common])
+        if outgrown is None:
+            return True
+        return self._none_damaged(outgrown, ids[common], words[common], "its record's dimensions are damaged")
+
+    def _none_damaged(self, damaged: npt.NDArray[np.bool_], ids: Ids, words: Words, why: str) -> bool:
+        """Forget those of these records that are damaged; True if none is."""
+        places = self._index.places(ids)
+        for number in np.flatnonzero(damaged).tolist():
+            self.forget_damaged(int(places[number]), int(words[number]), why)
+        return not damaged.any()
 
     def is_sound(self, sample: int, word: int) -> bool:
         """Whether the record that this index word names is what its writer wrote."""
