@@ -3,8 +3,11 @@
 What a cut chain has returned waits in the cached sample for the rest of the chain. A few samples have shown
 the planner where that is. For a rare one the dataset may do something else: call the chain another number of
 times, process what it returned, write into it. So each call leaves a copy of its result, and after the
-reading each result must be at its path, the very object, with the same content. A picture of Pillow's is not
-copied: it is marked read-only, and Pillow takes the mark off when it writes to it.
+reading each result must be at its path and nowhere else, the very object, with the same content. A picture of
+Pillow's is not copied: it is marked read-only, and Pillow takes the mark off when it writes to it.
+
+A chain of which nothing is cached has its input as its result. The dataset gets another object of the same
+content then, or ``(original, result)`` and ``(result, original)`` would look alike.
 """
 
 from __future__ import annotations
@@ -21,12 +24,15 @@ import torch
 from hotset.determinism.aliasing import copied
 from hotset.determinism.equality import same
 
-__all__ = ["ChainCall", "Made", "Result", "SamplePath", "are_at", "note", "noted", "value_at"]
+__all__ = ["ChainCall", "Made", "Result", "SamplePath", "are_at", "note", "noted", "places_of", "value_at"]
 
 # Where a value is in a sample: keys from the root.
 SamplePath = tuple[Any, ...]
 # How a dataset calls a chain of its own: the attribute, and the names with which it gives the values.
 ChainCall = tuple[str, ...]
+
+_DEEPEST = 4
+_ATOMS = (int, float, complex, str, bytes, type(None))  # of which one object may be two values
 
 
 class Result:
@@ -97,10 +103,41 @@ def noted() -> Iterator[Made]:
         _reading.made = outer
 
 
-def note(call: ChainCall, value: Any, warn: Callable[[object, Exception], None]) -> None:
-    """Note what a call has returned, if a sample is being read."""
-    if _reading.made is not None:
-        _reading.made.setdefault(call, []).append(Result(value, warn))
+def note(call: ChainCall, given: Sequence[Any], made: Any, warn: Callable[[object, Exception], None]) -> Any:
+    """Note what a call makes, if a sample is being read; returns what the dataset is to get.
+
+    Args:
+        call: the call.
+        given: the values that it got.
+        made: one value, a tuple of several, or a dict of those that were given by name.
+        warn: warns of an object that cannot be copied.
+    """
+    if _reading.made is None:
+        return made
+    known = set(map(id, given))
+    if isinstance(made, dict) and call[1:]:
+        made = {name: _another(value, warn) if id(value) in known else value for name, value in made.items()}
+    elif isinstance(made, tuple) and len(given) > 1:
+        made = tuple(_another(value, warn) if id(value) in known else value for value in made)
+    elif id(made) in known:
+        made = _another(made, warn)
+    _reading.made.setdefault(call, []).append(Result(made, warn))
+    return made
+
+
+def _another(value: Any, warn: Callable[[object, Exception], None]) -> Any:
+    """Another object of the same content, in the same memory if it is an array, a tensor or a picture."""
+    if isinstance(value, np.ndarray):
+        return value.view()
+    if isinstance(value, torch.Tensor) and not value.requires_grad and not getattr(value, "__dict__", None):
+        return value.detach()
+    pillow = sys.modules.get("PIL.Image")
+    if pillow is not None and isinstance(value, pillow.Image):
+        kind: Any = type(value)
+        other = kind.__new__(kind)
+        vars(other).update(vars(value))
+        return other
+    return copied(value, warn)
 
 
 def are_at(
@@ -127,9 +164,27 @@ def are_at(
 def _is_at(sample: Any, paths: Sequence[SamplePath], names: Sequence[str], result: Any) -> bool:
     try:
         values = [result[name] for name in names] if names else result if len(paths) > 1 else [result]
-        return all(value_at(sample, path) is value for path, value in zip(paths, values, strict=True))
+        found = [places_of(sample, value) for value in values]
     except (KeyError, IndexError, TypeError, ValueError):
         return False
+    return len(found) == len(paths) and all(
+        path in places and (len(places) == 1 or isinstance(value, _ATOMS))
+        for path, places, value in zip(paths, found, values, strict=True)
+    )
+
+
+def places_of(sample: Any, target: Any, depth: int = 0) -> list[SamplePath]:
+    """Every path at which this very object is in a sample."""
+    if sample is target:
+        return [()]
+    if depth > _DEEPEST:
+        return []
+    items: Any = ()
+    if type(sample) is dict:
+        items = sample.items()
+    elif isinstance(sample, (list, tuple)):
+        items = enumerate(sample)
+    return [(key, *rest) for key, part in items for rest in places_of(part, target, depth + 1)]
 
 
 def value_at(sample: Any, path: SamplePath) -> Any:

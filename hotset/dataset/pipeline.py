@@ -498,16 +498,14 @@ class Chain:
         self._name = name
 
     def __call__(self, *values: Any, **named: Any) -> Any:
-        names = tuple(named)
+        call, given = (self._name or "", *named), (*values, *named.values())
         if self._copies:
             values, named = copied((values, named), _warn_of_uncopied)
         value: Any = named or (values[0] if len(values) == 1 else Values(values))
         for part in self.parts:
             value = part(**value) if named else applied(part, value)
         result = tuple(value) if isinstance(value, Values) else value
-        if self._name is not None:
-            note((self._name, *names), result, _warn_of_uncopied)
-        return result
+        return note(call, given, result, _warn_of_uncopied) if self._name is not None else result
 
 
 class ApplyAt:

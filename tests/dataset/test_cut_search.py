@@ -1002,6 +1002,55 @@ class Exchanges(LeavesSomeOut):
         return views[::-1] if index % N == 5 else views
 
 
+class OfArrays(Processes):
+    """Gives a result beside its original, and in a few samples in another place."""
+
+    def _of(self, index: int) -> Any:
+        return np.full((2, 2), index)
+
+    def __getitem__(self, index: int) -> Any:
+        original = self._of(index)
+        made = self.transform(original)
+        return (original, made) if index % N != 5 else (made, original)
+
+
+class OfTensors(OfArrays):
+    def _of(self, index: int) -> Any:
+        return torch.full((2, 2), index)
+
+
+class OfPictures(OfArrays):
+    def __init__(self) -> None:
+        self.transform = ShiftPicture()
+
+    def _of(self, index: int) -> Any:
+        picture = Image.new("L", (4, 4), index % N)
+        picture.putpixel((1, 2), 200)
+        return picture
+
+
+class OfDicts(OfArrays):
+    def __init__(self) -> None:
+        self.transform = ShiftOfDicts()
+
+    def _of(self, index: int) -> Any:
+        return {"picture": torch.full((2,), index)}
+
+
+class ShiftOfDicts(ShiftOfItsOwn):
+    def __call__(self, sample: Any) -> Any:
+        return {"picture": super().__call__(sample["picture"])}
+
+
+class GivesTwice(Processes):
+    """Returns a result twice, or the original beside it."""
+
+    def __getitem__(self, index: int) -> Any:
+        original = self._of(index)
+        made = self.transform(original)
+        return (original, made) if index % N != 5 else (made, made)
+
+
 @pytest.mark.parametrize(
     ("kind", "workers"),
     [
@@ -1028,6 +1077,11 @@ class Exchanges(LeavesSomeOut):
                 DrawsOnPictures,
                 NeedsATensor,
                 Exchanges,
+                OfArrays,
+                OfTensors,
+                OfPictures,
+                OfDicts,
+                GivesTwice,
             )
         ),
     ],

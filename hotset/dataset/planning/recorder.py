@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from hotset.dataset.chain_calls import SamplePath
+from hotset.dataset.chain_calls import SamplePath, places_of
 from hotset.dataset.pipeline import Chain, Pipeline, Transform
 from hotset.dataset.planning.call_sites import CallSite, call_sites
 from hotset.dataset.source_reader import seconds_in_groups
@@ -145,7 +145,7 @@ def find_paths(sample: Any, recorder: Recorder) -> tuple[SamplePath, ...] | None
             results += output
         else:
             return None
-    found = [_find(sample, result) for result in results]
+    found = [places_of(sample, result) for result in results]
     paths = tuple(each[0] for each in found if len(each) == 1)
     return paths if len(paths) == len(results) == len(set(paths)) else None
 
@@ -168,20 +168,6 @@ def passes_shared_objects(pipeline: Pipeline, index: int) -> list[bool]:
         given.append(list({id(value): value for value in inputs}.values()))
     del recorder, inputs, _
     return [not owns_all(values) for values in given]
-
-
-def _find(sample: Any, target: Any, depth: int = 0) -> list[SamplePath]:
-    """Every path at which this very object is in a sample."""
-    if sample is target:
-        return [()]
-    if depth > 4:
-        return []
-    items: Any = ()
-    if type(sample) is dict:
-        items = sample.items()
-    elif isinstance(sample, (list, tuple)):
-        items = enumerate(sample)
-    return [(key, *rest) for key, part in items for rest in _find(part, target, depth + 1)]
 
 
 class RecordedSamples:
