@@ -10,6 +10,8 @@ one that it wraps                    (:mod:`hotset.determinism.objects.reading_n
 what such an attribute holds         compared, at any depth (:class:`HeldAttributes`), within :class:`Room`
 the parameters of cached transforms  compared
 torch's default dtype and device     compared: tensors are made with them
+globals of the user's modules, and   compared if that code uses them; a change counts if one of a few cached
+attributes of the user's classes     samples, read again, is another now
 of live transforms                   not: they run for each use
 what reading samples changes itself  not: neither what planning has seen to change (a counter of reads), nor
                                      what has changed while this process has read a pass, if a few samples
@@ -39,7 +41,8 @@ from hotset.dataset.transform_attributes import (
 )
 from hotset.determinism.batched import Batched
 from hotset.determinism.chain import leaves
-from hotset.determinism.objects.reading_names import names_read
+from hotset.determinism.objects.outer_names import outer_names
+from hotset.determinism.objects.reading_names import functions_in, reading_code
 
 __all__ = ["ContentWatch"]
 
@@ -53,6 +56,7 @@ class ContentWatch:
         self._dataset = dataset
         self._access = access
         self._held: HeldAttributes | None = None  # None if what is held cannot be compared
+        self._around: HeldAttributes | None = None  # what its code uses besides
         with self._left_off_if_it_fails():
             self._find()
         self.look()
@@ -67,7 +71,10 @@ class ContentWatch:
         chains |= set(TRANSFORM_NAMES) if chains else set()
         self._chains = {id(owner): chains for owner in owners_of_transforms(dataset)}
         readers = [each for each in datasets_in(dataset) if type(each) not in _WRAPPERS]
-        names = [names_read(each, self._chains.get(id(each), ())) for each in readers]
+        code = [reading_code(each, self._chains.get(id(each), ())) for each in readers]
+        names = [each.names for each in code]
+        functions = [*functions_in(self._cached), *(one for each in code for one in each.functions)]
+        self._outer = outer_names(functions, map(type, (*readers, *self._cached)))
         self._readers = set(map(id, readers))
         self._names = None if None in names else frozenset[str]().union(*filter(None, names))
 
@@ -79,6 +86,10 @@ class ContentWatch:
         if not self._fails:
             with self._left_off_if_it_fails():
                 self._held = HeldAttributes(self._dataset, self._cached, Room(outermost=False), self._counts)
+                self._look_around()
+
+    def _look_around(self) -> None:
+        self._around = HeldAttributes(None, room=Room(outermost=False), others=self._outer)
 
     def hold(self) -> None:
         """What has changed up to now counts, even if a pass ends before it is asked for."""
@@ -86,13 +97,15 @@ class ContentWatch:
 
     def pass_ended(self) -> None:
         """Compare with what is held now, if reading samples in this process may have changed it."""
-        if self._access.read_here > self._read_before and not self._is_held and not self._samples_differ():
+        has_read = self._access.read_here > self._read_before and not self._is_held
+        # The user's code has run between batches, too.
+        if has_read and not (self.change() is not None and self._samples_differ()):
             self.look()
 
     def _samples_differ(self) -> bool:
-        """Whether something is another now, and samples with it: the user's code has run between batches."""
+        """Whether one of a few cached samples is another if it is read now."""
         store = self._access.store
-        if store is None or self.change() is None:
+        if store is None:
             return False
         held = HeldAttributes(self._dataset)
         try:
@@ -111,8 +124,17 @@ class ContentWatch:
                 return Change("torch", name, is_shared=False)
         if self._held is not None:
             with self._left_off_if_it_fails():
-                return self._held.changed_content(shared=shared)
+                found = self._held.changed_content(shared=shared)
+                return found if found is not None or shared else self._change_around()
         return None
+
+    def _change_around(self) -> Change | None:
+        """A global, or an attribute of a class, that is another now, and changes samples."""
+        found = self._around.changed_content() if self._around is not None else None
+        if found is not None and not self._samples_differ():
+            self._look_around()
+            return None
+        return found
 
     @contextlib.contextmanager
     def _left_off_if_it_fails(self) -> Iterator[None]:

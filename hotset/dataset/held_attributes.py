@@ -226,11 +226,12 @@ class HeldAttributes:
     """The attributes of a dataset, and of what it holds, as they are when this is made.
 
     Args:
-        dataset: the dataset, before it is read.
+        dataset: the dataset, before it is read; None for none.
         transforms: its transforms, before they are called.
         room: how much is looked at; it is used up.
         counts: whether an attribute of an owner counts; None: all do.
         libraries: whether the objects of libraries count as well that a transform holds.
+        others: further objects, whose attributes count without the datasets that they hold.
 
     Example:
         >>> import types
@@ -253,16 +254,17 @@ class HeldAttributes:
         room: Room | None = None,
         counts: Counts | None = None,
         libraries: bool = False,
+        others: Iterable[Any] = (),
     ) -> None:
         room = Room() if room is None else room
         self._counts = counts or _counts
         owners: dict[int, Any] = {}
         kinds_of_transforms: tuple[type, ...] = (object,) if libraries else _NAMESPACES
         holders = [(dataset, _NAMESPACES), *((_holder(each), kinds_of_transforms) for each in transforms)]
-        for holder, kinds in holders:
-            for owner in (*datasets_in(holder), *_itself(holder)):
-                for each in (owner, *_objects_of(owner, self._counts, kinds)):
-                    owners.setdefault(id(each), each)
+        found = [(each, kinds) for at, kinds in holders for each in (*datasets_in(at), *_itself(at))]
+        for owner, kinds in (*found, *((each, _NAMESPACES) for each in others)):
+            for each in (owner, *_objects_of(owner, self._counts, kinds)):
+                owners.setdefault(id(each), each)
         self._held = [_Owner.of(owner, room, self._counts) for owner in owners.values()]
 
     def put_back(self) -> None:

@@ -238,10 +238,15 @@ class _Signals(Dataset[Any]):
         return {"nested": [signal]}
 
 
+@hotset.nondeterministic
+def _as_it_is(sample: Any) -> Any:
+    return sample
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_copy_of_an_array_has_what_a_program_has_set_on_it(workers: int) -> None:
     signals = _Signals()
-    with recorded(), hotset.cache(signals, memory="1MiB") as cached:
+    with recorded(), hotset.cache(signals, transform=_as_it_is, memory="1MiB") as cached:
         loader = hotset.DataLoader(cached, batch_size=2, num_workers=workers, collate_fn=_first_signals)
         for _ in range(2):
             assert list(loader) == [[(0, ["left"]), (1, ["left"])], [(2, ["left"]), (3, ["left"])]]

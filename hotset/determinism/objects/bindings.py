@@ -23,7 +23,7 @@ from typing import Any
 from hotset.determinism.objects.code_dependencies import is_users, loaded_globals
 from hotset.determinism.objects.safe_access import has, is_a
 
-__all__ = ["Bindings"]
+__all__ = ["Bindings", "bound_by"]
 
 _MOST = 500
 _FIXED = (type(None), bool, int, float, complex, str, bytes, types.ModuleType, types.BuiltinFunctionType)
@@ -83,7 +83,7 @@ class Bindings:
     def _note_function(self, function: types.FunctionType) -> list[Any]:
         found: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         self._code.append((function, function.__code__, function.__defaults__, function.__kwdefaults__))
-        own = _bound_by(function.__code__)
+        own = bound_by(function.__code__)
         for free, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if free not in own:
                 content = _content(cell)
@@ -123,7 +123,7 @@ class Bindings:
 
 
 @functools.lru_cache(maxsize=1024)
-def _bound_by(code: types.CodeType) -> frozenset[str]:
+def bound_by(code: types.CodeType) -> frozenset[str]:
     """The globals and the enclosing functions' names that code binds itself."""
     steps = dis.get_instructions(code)
     return frozenset(step.argval for step in steps if step.opname in ("STORE_GLOBAL", "STORE_DEREF"))

@@ -17,7 +17,7 @@ import functools
 import inspect
 import types
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
 
@@ -25,7 +25,7 @@ from hotset.determinism.objects.code_dependencies import is_users, names_in
 from hotset.determinism.objects.object_graph import held_objects, loaded_by
 from hotset.determinism.objects.safe_access import attributes_of, is_a, is_opaque, length, values_of
 
-__all__ = ["names_read"]
+__all__ = ["ReadingCode", "functions_in", "names_read", "reading_code"]
 
 _READING = ("__getitem__", "__getitems__", "__getattr__", "__getattribute__")
 _IN_READING = ("__len__", "__iter__", "__call__", "__enter__", "__exit__")  # which code calls without a name
@@ -39,8 +39,37 @@ _MOST = 256  # functions, and elements of a container
 _MOST_VALUES = 10_000
 
 
+class ReadingCode(NamedTuple):
+    """The code that reads samples of a dataset.
+
+    Attributes:
+        names: all names in it; None if it may read attributes of any name.
+        functions: those that were found.
+    """
+
+    names: frozenset[str] | None
+    functions: list[types.FunctionType]
+
+
 def names_read(dataset: Any, but: Collection[str] = ()) -> frozenset[str] | None:
-    """All names in the code that reads samples; None if it may read attributes of any name.
+    """As :func:`reading_code`, the names alone."""
+    return reading_code(dataset, but).names
+
+
+def functions_in(values: Iterable[Any]) -> list[types.FunctionType]:
+    """The functions of the user's that may run if code uses these values."""
+    search, found = _Search(), list[types.FunctionType]()
+    search.add(*values)
+    while search.waiting and not search.is_too_wide:
+        function = search.waiting.pop()
+        if is_users(function):
+            found.append(function)
+            search.add(*loaded_by(function))
+    return found
+
+
+def reading_code(dataset: Any, but: Collection[str] = ()) -> ReadingCode:
+    """The code that reads samples, as far as it can be found.
 
     Args:
         dataset: the dataset.
@@ -51,7 +80,7 @@ def names_read(dataset: Any, but: Collection[str] = ()) -> frozenset[str] | None
         ...     def __init__(self): self.root, self.epoch = 3, 0
         ...     def __getitem__(self, index): return self.scaled(index) ** 2
         ...     def scaled(self, index): return self.root * index
-        >>> sorted(names_read(Squares()))
+        >>> sorted(reading_code(Squares()).names)
         ['root', 'scaled']
     """
     kind, held = type(dataset), attributes_of(dataset) or {}
@@ -59,15 +88,17 @@ def names_read(dataset: Any, but: Collection[str] = ()) -> frozenset[str] | None
     for name in _READING:
         search.add_of_class(kind, name)
     if not search.waiting:
-        return None
+        return ReadingCode(None, [])
     for name in _IN_READING:
         search.add_of_class(kind, name)
     names: set[str] = set()
-    while search.waiting:
+    functions: list[types.FunctionType] = []
+    reads_any = False
+    while search.waiting and not search.is_too_wide:
         function = search.waiting.pop()
+        functions.append(function)
         found = names_in(function.__code__)
-        if found & _OF_ANY_NAME or search.is_too_wide:
-            return None
+        reads_any |= bool(found & _OF_ANY_NAME)
         for name in found - names:
             search.add_of_class(kind, name)
             if name in held and name not in but:
@@ -75,7 +106,7 @@ def names_read(dataset: Any, but: Collection[str] = ()) -> frozenset[str] | None
         if is_users(function):
             search.add(*loaded_by(function))
         names |= found
-    return None if search.is_too_wide else frozenset(names)
+    return ReadingCode(None if reads_any or search.is_too_wide else frozenset(names), functions)
 
 
 class _Search:

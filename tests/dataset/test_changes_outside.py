@@ -1,0 +1,140 @@
+"""What code reads besides its dataset is changed between two passes: globals, classes, functions.
+
+Each change is made over the cached dataset and over one without a cache; what loaders give is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers import equal_batches, recorded
+from torch.utils.data import DataLoader, Dataset, Subset
+
+import hotset
+
+N = 12
+LOADERS: dict[str, Any] = {"torch": DataLoader, "hotset": hotset.DataLoader}
+
+NUMBER = 1
+OPTIONS = argparse.Namespace(size=1)
+TABLE = {"gains": [1, 2]}
+KNOWN: dict[int, int] = {}
+reads = 0
+
+
+def helper(value: torch.Tensor) -> torch.Tensor:
+    return value + NUMBER
+
+
+def other_helper(value: torch.Tensor) -> torch.Tensor:
+    return value - 3
+
+
+class Scale:
+    factor = 2
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        return value * self.factor
+
+
+class Base(Dataset[Any]):
+    shift = 0
+
+
+class Outside(Base):
+    def __init__(self) -> None:
+        self.transform = Scale()
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        global reads
+        reads += 1
+        KNOWN[index] = index
+        numbers = helper(torch.full((OPTIONS.size,), index)) * TABLE["gains"][0] + self.shift
+        return self.transform(numbers + self.extra())
+
+    def extra(self) -> int:
+        return 0
+
+
+def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    return lambda: owner[name].__setitem__(0, 7) if owner is TABLE else setattr(owner, name, value)
+
+
+def _set_global(name: str, value: Any) -> Callable[[], None]:
+    return lambda: globals().__setitem__(name, value)
+
+
+CHANGES: dict[str, Callable[[], None]] = {
+    "a number": _set_global("NUMBER", 5),
+    "a function": _set_global("helper", other_helper),
+    "a namespace": _set(OPTIONS, "size", 3),
+    "a list in a dict": _set(TABLE, "gains", 7),
+    "an attribute of a transform's class": _set(Scale, "factor", 9),
+    "an attribute of a base class": _set(Base, "shift", 4),
+    "a method": _set(Outside, "extra", lambda self: 8),
+}
+
+
+@pytest.fixture(autouse=True)
+def _put_back() -> Iterator[None]:
+    names = ("NUMBER", "helper", "reads")
+    before = {name: globals()[name] for name in names}
+    attributes = [(Scale, "factor", 2), (Base, "shift", 0), (Outside, "extra", Outside.extra)]
+    yield
+    globals().update(before)
+    OPTIONS.size, TABLE["gains"] = 1, [1, 2]
+    KNOWN.clear()
+    for owner, name, value in attributes:
+        setattr(owner, name, value)
+
+
+def _passes(dataset: Any, loader: Any, workers: int, change: Callable[[], None]) -> list[Any]:
+    found = [list(loader(dataset, batch_size=4, num_workers=workers)) for _ in range(2)]
+    change()
+    return [*found, *(list(loader(dataset, batch_size=4, num_workers=workers)) for _ in range(2))]
+
+
+@pytest.mark.parametrize(
+    ("change", "loader", "workers"),
+    [
+        *((change, "hotset", 0) for change in CHANGES),
+        ("a number", "torch", 0),
+        ("a method", "torch", 2),
+        ("a namespace", "hotset", 2),
+    ],
+)
+def test_a_change_of_what_code_reads_is_followed(change: str, loader: str, workers: int) -> None:
+    with recorded() as told, hotset.cache(Subset(Outside(), range(N)), memory="1MiB") as cached:
+        got = _passes(cached, LOADERS[loader], workers, CHANGES[change])
+        # Workers of torch's loader run before it asks for the length, so the next pass fills the new cache.
+        assert cached.stats().hits >= (0 if (loader, workers) == ("torch", 2) else N)
+        assert cached.stats().cached == N
+    assert any("has changed" in str(each.message) for each in told)
+    assert not equal_passes(got[1], got[2])
+    expected = list(DataLoader(Outside(), batch_size=4))
+    equal_batches(got[2], expected)
+    equal_batches(got[3], expected)
+
+
+def equal_passes(one: list[Any], other: list[Any]) -> bool:
+    return all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_changes_no_sample_keeps_the_cache(workers: int) -> None:
+    def change() -> None:
+        KNOWN[1000 + len(KNOWN)] = 1  # read by the code, and of no use
+
+    with recorded() as told, hotset.cache(Outside(), memory="1MiB") as cached:
+        for _ in range(3):
+            change()
+            list(hotset.DataLoader(cached, batch_size=4, num_workers=workers))
+        assert cached.stats().hits == 2 * N
+    assert not told
