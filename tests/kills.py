@@ -101,9 +101,13 @@ def stop(pid: int) -> None:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended, be it reaped or not."""
+    """Whether a process has ended, be it reaped or not: its files are closed, and its locks are gone.
+
+    A killed process may be a zombie while threads of it still end, and until then its files are open.
+    """
     try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        process = psutil.Process(pid)
+        return process.status() == psutil.STATUS_ZOMBIE and process.num_threads() <= 1
     except psutil.NoSuchProcess:
         return True
 

@@ -12,11 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from helpers import Walkers, difference, equal_batches, eventually, rarely, recorded
-from kills import in_child
+from kills import gone, in_child
 from live import draw_all
 from samples import kilobyte, mapping, number, ragged
 from sources import Counting, ReadLog, Samples
@@ -166,12 +165,8 @@ def test_children_of_a_killed_owner_keep_the_cache(tmp_path: Path) -> None:
     wrong, read = json.loads(done.read_text())
     assert wrong == []
     assert set(read) <= set(range(30, 40))
-    assert eventually(lambda: _ended(int(ready.read_text())))
+    assert eventually(lambda: gone(int(ready.read_text())))
     hotset.cache(Samples(number, 5)).close()  # the next start sweeps what the two have left
-
-
-def _ended(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_child_that_ends_leaves_its_parents_cache(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from helpers import eventually
+from kills import gone
 
 from hotset.run.doctor.ending import end_program
 
@@ -62,10 +63,6 @@ def end(program: subprocess.Popen[bytes], *training: int) -> list[str]:
     return said
 
 
-def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
 def test_a_program_ends_by_its_own_keyboard_interrupt(tmp_path: Path) -> None:
     place = tmp_path / "pid"
     with running(place, "-c", waits(), str(place)) as (program, _):
@@ -110,7 +107,7 @@ def test_training_that_outlives_the_programs_first_process_is_ended(tmp_path: Pa
     with running(place, *command) as (program, pid):
         said = end(program, pid)
         assert said == ([] if apart else ["the program ignores SIGINT."])
-        assert is_gone(pid)
+        assert gone(pid)
 
 
 def test_a_server_that_the_program_leaves_is_left(tmp_path: Path) -> None:
@@ -119,7 +116,7 @@ def test_a_server_that_the_program_leaves_is_left(tmp_path: Path) -> None:
     with running(place, *command) as (program, pid):
         assert end(program) == []
         assert program.returncode == -signal.SIGINT
-        assert not is_gone(pid)
+        assert not gone(pid)
 
 
 def test_training_in_a_session_of_its_own_may_be_ended_by_its_launcher(tmp_path: Path) -> None:
@@ -130,5 +127,5 @@ def test_training_in_a_session_of_its_own_may_be_ended_by_its_launcher(tmp_path:
     launcher = launcher.replace("subprocess.Popen", "child = subprocess.Popen")
     with running(place, "-c", launcher, "True", "-c", waits(SAVES), str(place)) as (program, pid):
         assert end(program, pid) == []
-        assert is_gone(pid)
+        assert gone(pid)
         assert (tmp_path / "pid-saved").exists()  # by SIGTERM
