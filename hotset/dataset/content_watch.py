@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import ConcatDataset, StackDataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
 from hotset._warnings import warn
 from hotset.dataset.audit import first_difference
@@ -41,8 +41,11 @@ from hotset.dataset.transform_attributes import (
 )
 from hotset.determinism.batched import Batched
 from hotset.determinism.chain import leaves
+from hotset.determinism.objects.code_dependencies import is_users
+from hotset.determinism.objects.object_graph import reached_by_code
 from hotset.determinism.objects.outer_names import outer_names
-from hotset.determinism.objects.reading_names import functions_in, reading_code
+from hotset.determinism.objects.reading_names import reading_code
+from hotset.determinism.objects.safe_access import attributes_of, is_a
 
 __all__ = ["ContentWatch"]
 
@@ -73,8 +76,11 @@ class ContentWatch:
         readers = [each for each in datasets_in(dataset) if type(each) not in _WRAPPERS]
         code = [reading_code(each, self._chains.get(id(each), ())) for each in readers]
         names = [each.names for each in code]
-        functions = [*functions_in(self._cached), *(one for each in code for one in each.functions)]
-        self._outer = outer_names(functions, map(type, (*readers, *self._cached)))
+        held = (value for each in readers for value in (attributes_of(each) or {}).values())
+        objects = [*self._cached, *(value for value in held if is_users(value) and not is_a(value, Dataset))]
+        reached = [one for each in objects for one in reached_by_code(each)]
+        reached += [one for each in code for one in each.functions]
+        self._outer = outer_names(reached, map(type, (*readers, *objects)))
         self._readers = set(map(id, readers))
         self._names = None if None in names else frozenset[str]().union(*filter(None, names))
 

@@ -22,6 +22,7 @@ LOADERS: dict[str, Any] = {"torch": DataLoader, "hotset": hotset.DataLoader}
 NUMBER = 1
 OPTIONS = argparse.Namespace(size=1)
 TABLE = {"gains": [1, 2]}
+GAIN = {"all": 1}
 KNOWN: dict[int, int] = {}
 reads = 0
 
@@ -32,6 +33,22 @@ def helper(value: torch.Tensor) -> torch.Tensor:
 
 def other_helper(value: torch.Tensor) -> torch.Tensor:
     return value - 3
+
+
+def gain(value: torch.Tensor) -> torch.Tensor:
+    return value + GAIN["all"]
+
+
+class Chain:
+    """As users write it; hotset does not know what is in it."""
+
+    def __init__(self, *steps: Any) -> None:
+        self.steps = steps
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        for step in self.steps:
+            value = step(value)
+        return value
 
 
 class Scale:
@@ -47,7 +64,7 @@ class Base(Dataset[Any]):
 
 class Outside(Base):
     def __init__(self) -> None:
-        self.transform = Scale()
+        self.transform = Chain(Scale(), gain)
 
     def __len__(self) -> int:
         return N
@@ -78,6 +95,7 @@ CHANGES: dict[str, Callable[[], None]] = {
     "a list in a dict": _set(TABLE, "gains", 7),
     "an attribute of a transform's class": _set(Scale, "factor", 9),
     "an attribute of a base class": _set(Base, "shift", 4),
+    "what a function in a chain reads": lambda: GAIN.update(all=4),
     "a method": _set(Outside, "extra", lambda self: 8),
 }
 
@@ -89,7 +107,7 @@ def _put_back() -> Iterator[None]:
     attributes = [(Scale, "factor", 2), (Base, "shift", 0), (Outside, "extra", Outside.extra)]
     yield
     globals().update(before)
-    OPTIONS.size, TABLE["gains"] = 1, [1, 2]
+    OPTIONS.size, TABLE["gains"], GAIN["all"] = 1, [1, 2], 1
     KNOWN.clear()
     for owner, name, value in attributes:
         setattr(owner, name, value)

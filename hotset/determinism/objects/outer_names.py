@@ -19,34 +19,39 @@ from hotset.determinism.objects.code_dependencies import installed, is_users, lo
 __all__ = ["outer_names"]
 
 
-def outer_names(functions: Iterable[types.FunctionType], classes: Iterable[type]) -> list[Any]:
+def outer_names(code: Iterable[Any], classes: Iterable[type]) -> list[Any]:
     """The modules and classes, each as an object with the names that are used of it.
 
     Args:
-        functions: the code.
-        classes: whose attributes it may read by any name in it; their bases count as well.
+        code: functions, and classes whose attributes they may read; anything else is left out.
+        classes: more of these; the bases of all count as well.
     """
     found: dict[int, tuple[Any, set[str]]] = {}
-    named: set[str] = set()
-    for function in functions:
-        if not is_users(function):
-            continue
-        named |= names_in(function.__code__)
-        bound = bound_by(function.__code__)
-        for name, *attributes in loaded_globals(function.__code__):
-            names = function.__globals__
-            if name in bound:
-                continue
-            _add(found, names, name)
-            value = names.get(name)
-            for attribute in attributes:  # settings.SIZE
-                if type(value) is not types.ModuleType:
-                    break
-                _add(found, vars(value), attribute)
-                value = vars(value).get(attribute)
+    named, kinds = set[str](), set(classes)
+    for each in code:
+        if issubclass(type(each), type):
+            kinds.add(each)
+        elif type(each) is types.FunctionType and is_users(each):
+            named |= names_in(each.__code__)
+            _add_globals(found, each)
     shown = [_shown(str(names.get("__name__")), names, used) for names, used in found.values()]
-    users = {base for each in classes for base in each.__mro__ if is_users(base)}
+    users = {base for each in kinds for base in each.__mro__ if is_users(base)}
     return [*shown, *(_shown(each.__name__, vars(each), named) for each in users)]
+
+
+def _add_globals(found: dict[int, tuple[Any, set[str]]], function: types.FunctionType) -> None:
+    bound = bound_by(function.__code__)
+    for name, *attributes in loaded_globals(function.__code__):
+        names = function.__globals__
+        if name in bound:
+            continue
+        _add(found, names, name)
+        value = names.get(name)
+        for attribute in attributes:  # settings.SIZE
+            if type(value) is not types.ModuleType:
+                break
+            _add(found, vars(value), attribute)
+            value = vars(value).get(attribute)
 
 
 def _add(found: dict[int, tuple[Any, set[str]]], names: Any, name: str) -> None:

@@ -25,7 +25,7 @@ from hotset.determinism.objects.code_dependencies import is_users, names_in
 from hotset.determinism.objects.object_graph import held_objects, loaded_by
 from hotset.determinism.objects.safe_access import attributes_of, is_a, is_opaque, length, values_of
 
-__all__ = ["ReadingCode", "functions_in", "names_read", "reading_code"]
+__all__ = ["ReadingCode", "names_read", "reading_code"]
 
 _READING = ("__getitem__", "__getitems__", "__getattr__", "__getattribute__")
 _IN_READING = ("__len__", "__iter__", "__call__", "__enter__", "__exit__")  # which code calls without a name
@@ -54,18 +54,6 @@ class ReadingCode(NamedTuple):
 def names_read(dataset: Any, but: Collection[str] = ()) -> frozenset[str] | None:
     """As :func:`reading_code`, the names alone."""
     return reading_code(dataset, but).names
-
-
-def functions_in(values: Iterable[Any]) -> list[types.FunctionType]:
-    """The functions of the user's that may run if code uses these values."""
-    search, found = _Search(), list[types.FunctionType]()
-    search.add(*values)
-    while search.waiting and not search.is_too_wide:
-        function = search.waiting.pop()
-        if is_users(function):
-            found.append(function)
-            search.add(*loaded_by(function))
-    return found
 
 
 def reading_code(dataset: Any, but: Collection[str] = ()) -> ReadingCode:
