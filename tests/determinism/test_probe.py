@@ -82,6 +82,13 @@ def test_a_draw_whose_state_is_put_back_shows() -> None:
     assert rng_states() == before
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_sample_that_seeds_a_generator_as_it_is_seeded_already_draws_as_the_others(seed: int) -> None:
+    random.seed(seed)
+    assert probe(random.seed, range(4)).drawing == (0, 1, 2, 3)
+    assert random.getstate() == random.Random(seed).getstate()
+
+
 def test_the_samples_are_the_first_readings() -> None:
     seen = watch(sources.CountsItsCalls(image_and_label), (4, 2), repeats=3)
     assert [counted for _, counted in seen.samples] == [1, 2]

@@ -155,6 +155,7 @@ def _drawing(
         return None
 
     watch, found = DrawWatch(holders), []
+    _draw_from_globals()  # or a sample that seeds a generator may find it seeded so already
     watch.begin()
     for index in indices:
         if watch.drew(read_one(index), functools.partial(read_one, index)):
