@@ -224,38 +224,32 @@ def _current(pipeline: Pipeline, identity: Identity, options: CacheOptions, agai
         NotShared: ``session`` was given, but this job alone can use the cache.
         Exception: see :func:`cache`.
     """
-    session = options.session
-    search = _Search(pipeline, identity, options)
-    unread = HeldAttributes(pipeline.dataset)
-    try:
-        shared, result = search.run()
-        store, handle = shared.value, shared.handle
-        if session is not None and shared.joined and isinstance(handle, SessionCacheHandle):
-            _compare_with_source(result, shared)
-            result = found_plan(result, session, handle.left())
-    finally:
-        unread.put_back()
-    # Cut once more: a copy of the dataset that was read may have opened files.
-    result = result._replace(source=replace(pipeline.cut(result.cuts), stores=store is not None))
+    shared, result = _Search(pipeline, identity, options).run()
+    store = shared.value
     if not (shared.joined or again):
         _warn_of_epochs(pipeline.dataset, options.given.key)
     for note in result.plan.warnings:
         warn(note)
     if shared.joined and store is not None:
-        if store.invalidated:
-            where = f"session {session.name!r}" if session is not None else "this job"
-            warn(
-                f"{search.name}: an audit has found that its cached samples in {where} differ from what the "
-                "source returns, so samples come from the source; call clear() to cache them anew."
-            )
-        elif store.segment.trusted:
-            map_ahead(store.segment)
+        _join(store, pipeline.name, options.session)
     remote = remote_cache(options, identity, store)
-    attachment = Attachment(store, handle, result.plan.name)
+    attachment = Attachment(store, shared.handle, result.plan.name)
     window = _active_window(result, options.given.window, attachment)
     moved = frozenset(result.metadata.get("moved", ()))
     key, concurrency = identity.lookup_key, options.given.concurrency
     return SampleAccess(result.source, result.plan, attachment, window, remote, key, moved, concurrency)
+
+
+def _join(store: Store, name: str, session: Session | None) -> None:
+    """Begin to use a cache that another process has made: map its pages ahead, or say that it is not used."""
+    if store.invalidated:
+        where = f"session {session.name!r}" if session is not None else "this job"
+        warn(
+            f"{name}: an audit has found that its cached samples in {where} differ from what the source "
+            "returns, so samples come from the source; call clear() to cache them anew."
+        )
+    elif store.segment.trusted:
+        map_ahead(store.segment)
 
 
 def _warn_of_epochs(dataset: Any, key: str | None) -> None:
@@ -276,11 +270,7 @@ def _warn_of_epochs(dataset: Any, key: str | None) -> None:
 
 
 class _Search:
-    """Finds the cache of a pipeline in the session or job, or makes it.
-
-    Attributes:
-        name: of the dataset's class, for messages.
-    """
+    """Finds the cache of a pipeline in the session or job, or makes it."""
 
     def __init__(self, pipeline: Pipeline, identity: Identity, options: CacheOptions) -> None:
         self._pipeline = pipeline
@@ -288,17 +278,33 @@ class _Search:
         self._options = options
         self._source_error: OSError | None = None  # raised by the dataset, not by the session
         self._result: PlanResult | None = None  # made here, or found with the cache
-        self.name = pipeline.name
+        self._name = pipeline.name
 
     def run(self) -> tuple[Shared[Store], PlanResult]:
         """Return the store, if there can be one, how it is registered, and the plan.
 
+        The dataset is as it was before, and the plan's source reads it as it is.
+
         Raises:
             as :func:`_current`.
         """
+        unread = HeldAttributes(self._pipeline.dataset)
+        try:
+            shared, result = self._find_or_make()
+            session, handle = self._options.session, shared.handle
+            if session is not None and shared.joined and isinstance(handle, SessionCacheHandle):
+                _compare_with_source(result, shared)
+                result = found_plan(result, session, handle.left())
+        finally:
+            unread.put_back()
+        # Cut once more: a copy of the dataset that was read may have opened files.
+        source = replace(self._pipeline.cut(result.cuts), stores=shared.value is not None)
+        return shared, result._replace(source=source)
+
+    def _find_or_make(self) -> tuple[Shared[Store], PlanResult]:
         if not can_reopen():
             warn(
-                f"{self.name} is not cached, and its samples come from the source: /proc is not mounted "
+                f"{self._name} is not cached, and its samples come from the source: /proc is not mounted "
                 "here, through which processes reach shared memory; mount it (`mount -t proc proc /proc`)."
             )
             return Shared(None, None, joined=False), make_plan(self._pipeline, self._options, self._identity)
@@ -314,13 +320,13 @@ class _Search:
             if identity.unknowns:
                 raise NotShared(unshareable(identity.unknowns))
             return find_or_create_in_session(
-                session, identity.lookup_key, self.name, create=self._create, attach=self._attach
+                session, identity.lookup_key, self._name, create=self._create, attach=self._attach
             )
         except OSError as error:
             if error is self._source_error:
                 raise
             warn(
-                f"{self.name} is cached for this job alone, as session {session.name!r} cannot be used: "
+                f"{self._name} is cached for this job alone, as session {session.name!r} cannot be used: "
                 f"{error}"
             )
             return None
@@ -329,10 +335,12 @@ class _Search:
         identity = self._identity
         if identity.unknowns and is_rank():
             warn(
-                f"{self.name} is cached for this process alone, and not for all ranks: "
+                f"{self._name} is cached for this process alone, and not for all ranks: "
                 f"{unshareable(identity.unknowns)}."
             )
-        return find_or_create_in_job(identity.lookup_key, self.name, create=self._create, attach=self._attach)
+        return find_or_create_in_job(
+            identity.lookup_key, self._name, create=self._create, attach=self._attach
+        )
 
     def _create(self, location: CacheLocation | None = None) -> Store | None:
         options, joined = self._options, self._options.joined
