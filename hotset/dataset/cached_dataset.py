@@ -118,7 +118,7 @@ class CachedDataset(DatasetProxy[T]):
     _current = Own[SampleAccess]()
     _copied = Own[CopiedAttributes]()  # from the dataset to the copy of it that is read, if there is one
     _closed = Own[bool]()
-    _in_pass = Own[Callable[[], bool]]()  # whether this process is in the midst of a loader's pass
+    _pass = Own["weakref.ref[Any] | None"]()  # this process is in the midst of a pass while that is alive
     _watch = Own["ContentWatch | None"]()  # None if no change of content counts
     _workers_keep = Own[bool]()  # whether workers run that have the dataset as it was
     _followed = Own[set[str]]()  # the attributes after whose change samples were cached anew
@@ -127,7 +127,7 @@ class CachedDataset(DatasetProxy[T]):
         super().__init__(dataset, arguments)  # takes the snapshot before a transform is run
         self._make = make
         self._closed = False
-        self._in_pass, self._workers_keep, self._followed = _never, False, set()
+        self._pass, self._workers_keep, self._followed = None, False, set()
         self._use(make(dataset, arguments, False))
 
     def _use(self, current: SampleAccess) -> None:
@@ -152,11 +152,17 @@ class CachedDataset(DatasetProxy[T]):
     def __len__(self) -> int:
         in_pass = self._in_pass()
         self._up_to_date(in_pass=in_pass)
-        if not in_pass and self._length_has_changed():
-            self._length_was_changed()  # samplers ask for it as a pass begins
-        elif not in_pass:
-            self._follow_content()
+        if in_pass:
+            return self._current.plan.used
+        if self._length_has_changed():
+            self._length_was_changed()
+        else:
+            self._follow_content()  # samplers ask for the length as a pass begins
         return self._current.plan.used
+
+    def _in_pass(self) -> bool:
+        """Whether this process is in the midst of a loader's pass."""
+        return self._pass is not None and self._pass() is not None
 
     def _length_has_changed(self) -> bool:
         """Whether the dataset has another length than when it was planned; a stream has none to compare."""
@@ -402,9 +408,8 @@ class CachedDataset(DatasetProxy[T]):
     def _follow_epoch(self, held: HeldAttributes) -> None:
         """Follow what the dataset's ``set_epoch`` has changed, since when its attributes were ``held``."""
         in_worker = get_worker_info() is not None
-        if self._current.window is None and len(self._dataset) != self._current.plan.samples:
-            changed = held.changed()
-            if changed is not None:
+        if self._length_has_changed():
+            if (changed := held.changed()) is not None:
                 self._attribute_was_set(changed, noticed=True)
             else:
                 self._length_was_changed()
@@ -556,7 +561,7 @@ class CachedDataset(DatasetProxy[T]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._in_pass, self._workers_keep, self._followed = _never, False, set()
+        self._pass, self._workers_keep, self._followed = None, False, set()
         self._use(self._current)
 
 
@@ -597,22 +602,24 @@ def pass_begins(caches: Sequence[CachedDataset[Any]], *, running: bool, persiste
         running: whether the loader's workers run already, and have the dataset as it was.
         persistent: whether those that it starts now will run in its next pass.
     """
+    beginning = _Beginning()
     try:
         for cached in caches:
-            cached._in_pass, cached._workers_keep = _never, running
+            cached._pass, cached._workers_keep = None, running
             len(cached)
-            cached._in_pass, cached._workers_keep = _always, persistent
+            cached._pass, cached._workers_keep = weakref.ref(beginning), persistent
         yield
     finally:
-        for cached in caches:
-            if cached._in_pass is _always:
-                cached._in_pass = _never
+        del beginning
+
+
+class _Beginning:
+    """A pass that begins is this, until this process makes its batches."""
 
 
 def batches_made_here(cached: CachedDataset[Any], batches: object) -> None:
     """This process makes a pass's batches: until they are gone, a new length waits for the next pass."""
-    alive = weakref.ref(batches)
-    cached._in_pass = lambda: alive() is not None
+    cached._pass = weakref.ref(batches)
 
 
 def pass_ends(cached: CachedDataset[Any]) -> None:
@@ -626,14 +633,6 @@ def fill_for_workers(cached: CachedDataset[Any]) -> None:
     if cached._current.device is not None:
         current = cached._up_to_date()
         fill_now(current, sys.stderr.isatty(), 0)
-
-
-def _never() -> bool:
-    return False
-
-
-def _always() -> bool:
-    return True
 
 
 def _integer(index: Any) -> int | None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DatasetProxy", "Own"]
 
-_OF_PROCESS = ("_snapshot", "_held", "_changed", "_copied", "_in_pass", "_watch")
+_OF_PROCESS = ("_snapshot", "_held", "_changed", "_copied", "_pass", "_watch")
 
 T = TypeVar("T")
 V = TypeVar("V")
