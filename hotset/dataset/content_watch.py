@@ -23,9 +23,8 @@ A dataset that is declared, or has a ``key=``, is not compared: its user says wh
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
@@ -47,9 +46,37 @@ from hotset.determinism.objects.outer_names import outer_names
 from hotset.determinism.objects.reading_names import reading_code
 from hotset.determinism.objects.safe_access import attributes_of, is_a
 
-__all__ = ["ContentWatch"]
+__all__ = ["Comparing", "ContentWatch"]
+
+T = TypeVar("T")
 
 _WRAPPERS = (Subset, ConcatDataset, StackDataset)  # they read what they wrap by index alone
+
+
+class Comparing:
+    """Runs what compares the user's objects, until that raises: then it says so, and runs nothing more.
+
+    Args:
+        name: of the class of the dataset, or stream, that holds them.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._has_failed = False
+
+    def run(self, compare: Callable[[], T]) -> T | None:
+        """Return what ``compare`` returns; None if it raises, or something has raised before."""
+        if self._has_failed:
+            return None
+        try:
+            return compare()
+        except Exception as error:  # of a stranger's code
+            self._has_failed = True
+            warn(
+                f"what {self._name} holds cannot be compared any more ({type(error).__name__}: {error}), so "
+                "a change of it in place will not be noticed; call clear() after one."
+            )
+            return None
 
 
 class ContentWatch:
@@ -58,10 +85,8 @@ class ContentWatch:
     def __init__(self, dataset: Any, access: SampleAccess) -> None:
         self._dataset = dataset
         self._access = access
-        self._held: HeldAttributes | None = None  # None if what is held cannot be compared
-        self._around: HeldAttributes | None = None  # what its code uses besides
-        with self._left_off_if_it_fails():
-            self._find()
+        self._comparing = Comparing(type(dataset).__name__)
+        self._comparing.run(self._find)
         self.look()
 
     def _find(self) -> None:
@@ -89,13 +114,15 @@ class ContentWatch:
         self._read_before = self._access.read_here
         self._is_held = False
         self._defaults = _torch_defaults()
-        if not self._fails:
-            with self._left_off_if_it_fails():
-                self._held = HeldAttributes(self._dataset, self._cached, Room(outermost=False), self._counts)
-                self._look_around()
+        self._held = self._comparing.run(
+            lambda: HeldAttributes(self._dataset, self._cached, Room(outermost=False), self._counts)
+        )
+        self._look_around()
 
     def _look_around(self) -> None:
-        self._around = HeldAttributes(None, room=Room(outermost=False), others=self._outer)
+        self._around = self._comparing.run(  # what its code uses besides
+            lambda: HeldAttributes(None, room=Room(outermost=False), others=self._outer)
+        )
 
     def hold(self) -> None:
         """What has changed up to now counts, even if a pass ends before it is asked for."""
@@ -128,11 +155,11 @@ class ContentWatch:
         for name, now in _torch_defaults().items() if not shared else ():
             if now != self._defaults[name]:
                 return Change("torch", name, is_shared=False)
-        if self._held is not None:
-            with self._left_off_if_it_fails():
-                found = self._held.changed_content(shared=shared)
-                return found if found is not None or shared else self._change_around()
-        return None
+        return self._comparing.run(lambda: self._change_held(shared=shared))
+
+    def _change_held(self, *, shared: bool) -> Change | None:
+        found = self._held.changed_content(shared=shared) if self._held is not None else None
+        return found if found is not None or shared else self._change_around()
 
     def _change_around(self) -> Change | None:
         """A global, or an attribute of a class, that is another now, and changes samples."""
@@ -141,21 +168,6 @@ class ContentWatch:
             self._look_around()
             return None
         return found
-
-    @contextlib.contextmanager
-    def _left_off_if_it_fails(self) -> Iterator[None]:
-        """Go on without comparing if what is done here raises, and say so."""
-        self._fails = True
-        try:
-            yield
-            self._fails = False
-        except Exception as error:  # of an object that the dataset holds
-            self._held = None
-            warn(
-                f"what {type(self._dataset).__name__} holds cannot be compared any more "
-                f"({type(error).__name__}: {error}), so a change of it in place will not be noticed; call "
-                "clear() after one."
-            )
 
     def _counts(self, owner: Any, name: str) -> bool:
         if f"{type(owner).__name__}.{name}" in self._access.moved or name.startswith("_hotset"):

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import operator
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ import numpy as np
 from hotset._warnings import Warner, warn
 from hotset.dataset.arguments import CacheArguments
 from hotset.dataset.cached_dataset import CachedDataset, Make, current_of
+from hotset.dataset.content_watch import Comparing
 from hotset.dataset.held_attributes import Change, HeldAttributes, Room
 from hotset.dataset.streams.probe import may_reorder
 from hotset.dataset.streams.recording import StreamRecording, StreamRest
@@ -71,7 +71,7 @@ class StreamPasses:
         self.warn = Warner()
         self._known: tuple[Any, Ids] | None = None
         self._is_believed = declared(stream) == "deterministic" or arguments.key is not None
-        self._held: HeldAttributes | None = None  # what the stream held as it was recorded
+        self._comparing = Comparing(self.name)
         self.look()
         self._open = 0  # how many passes were begun here since one reached the stream's end
 
@@ -209,35 +209,22 @@ class StreamPasses:
 
         Before, what reading changes (a position, a counter) could not be told from what the user does.
         """
-        self._held = None
+        self._held: HeldAttributes | None = None  # what the stream held as it was recorded
         if self._is_believed or self.state != "whole":
             return
         stream, names = self._stream, names_read(self._stream)
-        with self._left_off_if_it_fails():
-            self._held = HeldAttributes(
+        self._held = self._comparing.run(
+            lambda: HeldAttributes(
                 stream,
                 room=Room(outermost=False),
                 counts=lambda owner, name: owner is not stream or names is None or name in names,
             )
+        )
 
     def change(self) -> Change | None:
         """An attribute that samples may depend on, and that has changed since the stream was recorded."""
-        with self._left_off_if_it_fails():
-            if self._held is not None:
-                return self._held.changed_content()
-        return None
-
-    @contextlib.contextmanager
-    def _left_off_if_it_fails(self) -> Iterator[None]:
-        """Go on without comparing if what is done here raises, and say so."""
-        try:
-            yield
-        except Exception as error:  # of an object that the stream holds
-            self._held = None
-            self.warn(
-                f"what {self.name} holds cannot be compared any more ({type(error).__name__}: {error}), so a "
-                "change of it in place will not be noticed; call clear() after one."
-            )
+        held = self._held
+        return self._comparing.run(held.changed_content) if held is not None else None
 
     def ended(self) -> None:
         """Warn of what a pass that has reached its end could not record."""
