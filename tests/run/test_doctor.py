@@ -30,7 +30,7 @@ from hotset.loader.batch_order import whole_epoch
 from hotset.policy.throughput import Fetch, Step
 from hotset.run.doctor.advice import as_json, judge
 from hotset.run.doctor.clocks import Clocks
-from hotset.run.doctor.loop import LoaderSettings, StepLength, step_alone
+from hotset.run.doctor.loop import LoaderSettings, LoopSums, StepLength, step_alone
 from hotset.run.doctor.observed import Decoder, Observed, read
 from hotset.run.doctor.stand_in import StandIn
 from hotset.run.doctor.text import lines
@@ -781,8 +781,9 @@ def test_a_step_has_the_length_that_it_would_have_with_a_processor_at_once() -> 
     taken = Clocks(wall=5e-3, thread=1e-3, process=2e-3, queued=3e-3)
     assert StepLength.of(taken) == pytest.approx((2e-3, 2e-3, 1e-3))
     # Of four steps, the clocks were read for two.
-    sums = {"step_thread": 2e-3, "step_process": 4e-3, "step_queued": 6e-3}
-    sums = {"steps": 4.0, "step": 2e-2, "clocked_step": 1e-2, **sums}
+    sums = LoopSums(steps=4, step=2e-2)
+    for _ in range(2):
+        sums.add_step(taken)
     assert StepLength.mean(sums) == pytest.approx(StepLength.of(taken))
 
 

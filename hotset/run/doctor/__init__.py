@@ -1,7 +1,7 @@
 """``hotset doctor``: what a program's training waits for, and what would help.
 
 ==================  ========================================================================================
-``clocks``          the clocks of a process, and sums of what they say
+``clocks``          the clocks of a process, and when they rest
 ``fetching``        in whatever process makes batches: each fetch, and what a sample costs there
 ``loop``            in the process that trains: how long the loop waits, and how long its steps take
 ``watch``           in each process of the program: what torch and the hooks call

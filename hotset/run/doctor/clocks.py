@@ -1,4 +1,4 @@
-"""The clocks of a process, when they rest, and sums of what they say.
+"""The clocks of a process, and when they rest.
 
 To read a processor clock takes half a microsecond, and what is done with it some more. Where batches come
 fast, all of that together took 2 % of the time. So the clocks are read for some batches in a row, and then
@@ -12,7 +12,7 @@ import os
 import time
 from typing import NamedTuple
 
-__all__ = ["Clocks", "Rests", "Sums"]
+__all__ = ["Clocks", "Rests"]
 
 _IN_A_ROW = 8  # batches; workers give theirs in turn, and one that is waited for longer than others
 _REST = 400.0  # times what reading the clocks of these took
@@ -92,14 +92,3 @@ class Rests:
         if self._count > _IN_A_ROW:
             self.until = min(self._begun + self._times * self._spent, now + _LONGEST_SECONDS)
             self._count, self._spent = 0, 0.0
-
-
-class Sums:
-    """Counts and seconds by name, as they are written."""
-
-    def __init__(self) -> None:
-        self.of: dict[str, float] = {}
-
-    def add(self, **values: float) -> None:
-        for name, value in values.items():
-            self.of[name] = self.of.get(name, 0.0) + value

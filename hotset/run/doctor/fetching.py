@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from hotset.run.doctor.clocks import Rests, Sums
+from hotset.run.doctor.clocks import Rests
 
 __all__ = ["Fetching", "Resting", "WorkerWatch"]
 
@@ -23,14 +23,24 @@ _MEMORY_AFTER_SECONDS, _MEMORY_SECONDS = 2.0, 5.0
 _REST = 1_200.0  # three times as long as the loop's: before they are read, and after, much is called
 
 
+@dataclasses.dataclass
+class _Sums:
+    """The samples for which the clocks were read, and what making them took, in seconds."""
+
+    samples: int = 0
+    wall: float = 0.0
+    cpu: float = 0.0
+    collate_cpu: float = 0.0
+
+
 class Fetching:
     """What this process does to make batches of one loader."""
 
     def __init__(self) -> None:
-        self.sums = Sums()
+        self._sums = _Sums()
         self.decoders: dict[str, list[float]] = {}  # name: calls, processor seconds, bytes
         self.rests = Rests(_REST)
-        self._samples = 0  # all; in the sums are those for which the clocks were read
+        self._samples = 0  # all
         self._batches = 0
         self._entered = 0.0, 0.0  # the time, and this thread's processor time
         self._decoding = self._is_clocked = False
@@ -59,13 +69,15 @@ class Fetching:
         cpu = time.thread_time() - cpu
         self._is_clocked = False
         if self._begun is None:
-            self.sums.of.clear()
+            self._sums = _Sums()
             self.decoders.clear()
             self._begun = _process_figures()
             self._memory_at = self._begun["wall"] + _MEMORY_AFTER_SECONDS
             return
         self.made(samples)
-        self.sums.add(samples=samples, wall=now - wall, cpu=cpu)
+        self._sums.samples += samples
+        self._sums.wall += now - wall
+        self._sums.cpu += cpu
         self.rests.spent(time.perf_counter() - now)
         self.rests.count(now)
 
@@ -84,7 +96,7 @@ class Fetching:
         try:
             return plain(samples)
         finally:
-            self.sums.add(collate_cpu=time.thread_time() - begin)
+            self._sums.collate_cpu += time.thread_time() - begin
 
     def decode(self, name: str, call: Callable[[], Any], size: Callable[[Any], int]) -> Any:
         """Call a decoder between two readings of the clocks; one within another counts once."""
@@ -127,10 +139,9 @@ class Fetching:
             self._memory_at = now["wall"] + _MEMORY_SECONDS
             self._memory = [*self._memory[:1], *((now["wall"], size) for size in _memory())]
         figures = {name: [value, now.get(name)] for name, value in self._begun.items()}
-        clocked = self.sums.of.get("samples", 0.0)
-        all_of_them = self._samples / clocked if clocked else 1.0
+        all_of_them = self._samples / self._sums.samples if self._sums.samples else 1.0
         return {
-            **{name: all_of_them * value for name, value in self.sums.of.items()},
+            **{name: all_of_them * value for name, value in dataclasses.asdict(self._sums).items()},
             "batches": self._batches,
             "decoders": {name: [all_of_them * value for value in row] for name, row in self.decoders.items()},
             "process": figures,

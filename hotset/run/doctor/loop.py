@@ -25,15 +25,16 @@ pass's end, while its workers end.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hotset.run.doctor.clocks import Clocks, Rests, Sums
+from hotset.run.doctor.clocks import Clocks, Rests
 from hotset.run.doctor.fetching import Fetching
 from hotset.run.ledger import Ledger
 
@@ -42,6 +43,7 @@ __all__ = [
     "ONE_THREAD",
     "LoaderSettings",
     "Loop",
+    "LoopSums",
     "StepLength",
     "begins",
     "facts_of",
@@ -58,8 +60,47 @@ ONE_THREAD = 1.2  # processor seconds in a second of a step, which threads that 
 _UNLIKE = 0.5  # steps whose processor time differs by this share of their length are not of one kind
 _DEFAULT_BATCH = 32
 _STEPS_KEPT = 128  # they are most of what is written
-_STEP_SUMS = ("clocked_step", "step_thread", "step_process", "step_queued")  # of the clocks
 _WARM_UP = 2  # steps of a process that are left out: they compile, and allocate
+
+
+@dataclasses.dataclass
+class LoopSums:
+    """Counts and seconds over a loop's batches and steps, as they are written.
+
+    Attributes:
+        batches, wait: all batches, and what the loop has waited for them.
+        clocked_batches, wait_thread: those for which the clocks were read, and its thread's processor time.
+        end: what it has waited for the ends of passes.
+        steps, step: all steps beside workers, and their length.
+        clocked_step, step_thread, step_process, step_queued: of those for which the clocks were read.
+        gpu_steps, gpu: steps on a GPU, and their length there.
+    """
+
+    batches: int = 0
+    wait: float = 0.0
+    clocked_batches: int = 0
+    wait_thread: float = 0.0
+    end: float = 0.0
+    steps: int = 0
+    step: float = 0.0
+    clocked_step: float = 0.0
+    step_thread: float = 0.0
+    step_process: float = 0.0
+    step_queued: float = 0.0
+    gpu_steps: int = 0
+    gpu: float = 0.0
+
+    @classmethod
+    def total(cls, written: Iterable[Mapping[str, Any]]) -> LoopSums:
+        """The sums over several loops, as each was written."""
+        return cls(*map(sum, zip(*(dataclasses.astuple(cls(**each)) for each in written), strict=True)))
+
+    def add_step(self, taken: Clocks) -> None:
+        """Add what the clocks have said of a step."""
+        self.clocked_step += taken.wall
+        self.step_thread += taken.thread
+        self.step_process += taken.process
+        self.step_queued += taken.queued
 
 
 class StepLength(NamedTuple):
@@ -80,12 +121,12 @@ class StepLength(NamedTuple):
         return cls(taken.wall - min(max(taken.queued, 0.0), taken.wall), taken.process, taken.thread)
 
     @classmethod
-    def mean(cls, sums: Mapping[str, float]) -> StepLength:
+    def mean(cls, sums: LoopSums) -> StepLength:
         """Of all steps that a loop has counted: those whose clocks were read, scaled to the length of all."""
-        length = sums["step"] / sums["steps"]
-        if not sums.get("clocked_step"):
+        length = sums.step / sums.steps
+        if not sums.clocked_step:
             return cls(length, length, length)
-        total = Clocks(*(sums.get(name, 0.0) for name in _STEP_SUMS))
+        total = Clocks(sums.clocked_step, sums.step_thread, sums.step_process, sums.step_queued)
         return cls(*(each * length / total.wall for each in cls.of(total)))
 
 
@@ -137,8 +178,7 @@ class Loop:
     def __init__(self, facts: dict[str, Any], ledger: Ledger) -> None:
         self.facts = facts
         self.fetching = Fetching()  # in this process, without workers
-        self.sums = Sums()
-        self.sums.add(steps=0.0, step=0.0, batches=0.0, wait=0.0)
+        self.sums = LoopSums()
         self.is_endless = False  # a pass has given more batches than its sampler has
         self._ledger = ledger
         self._gpu = _GpuClock(self.sums)
@@ -159,12 +199,12 @@ class Loop:
     @property
     def seconds(self) -> float:
         """That it has taken so far, with its steps."""
-        return self.sums.of.get("wait", 0.0) + self.sums.of.get("step", 0.0)
+        return self.sums.wait + self.sums.step
 
     @property
     def batches(self) -> int:
         """How many have counted."""
-        return round(self.sums.of.get("batches", 0.0))
+        return self.sums.batches
 
     @property
     def pass_batches(self) -> float | None:
@@ -182,8 +222,8 @@ class Loop:
             return False
         step = self._step
         if step is not None:
-            self.sums.of["steps"] += 1.0
-            self.sums.of["step"] += now - step.begun
+            self.sums.steps += 1
+            self.sums.step += now - step.begun
             self._step = None
         self._wait = _Wait(now, None, False)
         return True
@@ -193,8 +233,8 @@ class Loop:
         wait = self._wait
         if wait is None or wait.clocks is not None:
             return False
-        self.sums.of["batches"] += 1.0
-        self.sums.of["wait"] += now - wait.begun
+        self.sums.batches += 1
+        self.sums.wait += now - wait.begun
         self._step = _Step(now, None, None)
         return True
 
@@ -236,9 +276,10 @@ class Loop:
         if taken is not None and step.stopped is not None:
             self._alone.append(StepLength.of(taken))
         elif not self._left_out:
-            self.sums.add(steps=1, step=now.wall - step.begun)
+            self.sums.steps += 1
+            self.sums.step += now.wall - step.begun
             if taken is not None:
-                self.sums.add(**dict(zip(_STEP_SUMS, taken, strict=True)))
+                self.sums.add_step(taken)
                 self._steps.append(taken)
 
     def got(self, iterator: Any, batch: Callable[[], Any]) -> None:
@@ -268,15 +309,17 @@ class Loop:
             if not self._left_out:
                 self._starts.append(now.wall - self._pass.begun)
         else:
-            self.sums.add(batches=1, wait=now.wall - wait.begun)
+            self.sums.batches += 1
+            self.sums.wait += now.wall - wait.begun
             if wait.clocks is not None:
-                self.sums.add(clocked_batches=1, wait_thread=now.since(wait.clocks).thread)
+                self.sums.clocked_batches += 1
+                self.sums.wait_thread += now.thread - wait.clocks.thread
 
     def ended(self) -> None:
         """There is no further batch in this pass: the workers have ended."""
         self.let_go_on()
         if self._wait is not None and not self._left_out:
-            self.sums.add(end=time.perf_counter() - self._wait.begun)
+            self.sums.end += time.perf_counter() - self._wait.begun
         self._wait = self._step = None
 
     def interrupt(self) -> None:
@@ -318,14 +361,14 @@ class Loop:
 
     def step(self) -> tuple[StepLength | None, bool]:
         """A step, as :func:`step_alone` gives it; None if none was counted."""
-        if not self.sums.of.get("steps"):
+        if not self.sums.steps:
             return None, False
-        return step_alone(StepLength.mean(self.sums.of), self._beside(), self._alone)
+        return step_alone(StepLength.mean(self.sums), self._beside(), self._alone)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "facts": self.facts,
-            "sums": self.sums.of,
+            "sums": dataclasses.asdict(self.sums),
             "first_waits": self._first_waits,
             "starts": self._starts,
             "left_out": self._sum_left_out / max(len(self._starts), 1),
@@ -384,7 +427,7 @@ def left_out(length: int | None, workers: int) -> int:
 class _GpuClock:
     """The time that steps take on the GPU, if the program uses one."""
 
-    def __init__(self, sums: Sums) -> None:
+    def __init__(self, sums: LoopSums) -> None:
         self._sums = sums
         self._begun: Any = None
         self._pending: list[tuple[Any, Any]] = []
@@ -401,7 +444,8 @@ class _GpuClock:
             self._pending.append((begun, self._event()))
         while self._pending and self._pending[0][1].query():
             first, last = self._pending.pop(0)
-            self._sums.add(gpu_steps=1, gpu=first.elapsed_time(last) / 1e3)
+            self._sums.gpu_steps += 1
+            self._sums.gpu += first.elapsed_time(last) / 1e3
 
     def forget(self) -> None:
         """The step that has begun does not count."""

@@ -11,13 +11,12 @@ import contextlib
 import json
 import os
 import statistics
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hotset.policy.throughput import Fetch, Step
-from hotset.run.doctor.loop import LEAST_BATCHES, StepLength, step_alone
+from hotset.run.doctor.loop import LEAST_BATCHES, LoopSums, StepLength, step_alone
 from hotset.run.ledger import TRIAL, WATCHED
 
 __all__ = ["Decoder", "Observed", "decodes_any", "empty_loader", "read", "training_processes"]
@@ -190,18 +189,18 @@ def _put_together(
 ) -> Observed:
     fetches = _Fetches(fetching, facts["workers"])
     batch = fetches.batch_size or facts["batch_size"] or 1
-    sums = _sums(loops)
-    steps, batches = sums["steps"], sums["batches"]
-    step_beside = sums["step"] / steps
-    wait = (sums["wait"] + sums["end"]) / batches if batches else 0.0
+    sums = LoopSums.total(loop["sums"] for loop in loops)
+    steps, batches = sums.steps, sums.batches
+    step_beside = sums.step / steps
+    wait = (sums.wait + sums.end) / batches if batches else 0.0
     wait += _start(loops, wait, step_beside)
-    receive = sums["wait_thread"] / sums["clocked_batches"] / batch if sums["clocked_batches"] else 0.0
+    receive = sums.wait_thread / sums.clocked_batches / batch if sums.clocked_batches else 0.0
     if facts["workers"] == 0:
         # The fetch is in the wait; what is beside it is torch's own, and takes no worker.
         receive = 0.0
     lengths = _step_lengths(loops, "steps"), _step_lengths(loops, "alone")
     alone, drops = step_alone(StepLength.mean(sums), *lengths)
-    gpu = sums["gpu"] / sums["gpu_steps"] if sums["gpu_steps"] else None
+    gpu = sums.gpu / sums.gpu_steps if sums.gpu_steps else None
     return Observed(
         dataset=facts["dataset"],
         length=facts["length"],
@@ -241,14 +240,6 @@ def _start(loops: list[dict[str, Any]], wait: float, step: float) -> float:
             longer = statistics.median(loop["starts"]) + step - loop["left_out"] * (wait + step)
             added.append(longer / max(loop["pass_batches"], 1.0))
     return statistics.fmean(added) if added else 0.0
-
-
-def _sums(loops: Iterable[dict[str, Any]]) -> defaultdict[str, float]:
-    total: defaultdict[str, float] = defaultdict(float)
-    for loop in loops:
-        for name, value in loop["sums"].items():
-            total[name] += value
-    return total
 
 
 def _step_lengths(loops: Sequence[dict[str, Any]], name: str) -> list[StepLength]:
