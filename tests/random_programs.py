@@ -569,6 +569,8 @@ def compose(seed: int) -> str:
     wraps = rng.choice(list(WRAPS)) if rng.random() < 0.3 else "itself"
     if rng.random() < 0.5:
         name["CHANGES"] = "none"
+    elif name["CHANGES"] == "epoch" and wraps != "itself":
+        name["CHANGES"] = "raw epoch"  # torch's wrappers have no set_epoch
     if rng.random() < 0.4:
         name["CALLS"] = rng.choice(["plain", "if", "own loop"])
     if rng.random() < 0.4:
