@@ -40,53 +40,66 @@ class Result:
 
     def __init__(self, value: Any, warn: Callable[[object, Exception], None]) -> None:
         self.value = value
-        self._marked = _marked(value)
-        self._bytes = _bytes(value)
-        by_copy = self._marked is None and self._bytes is None
-        self._before = copied(value, warn) if by_copy else None
+        self._look = _picture if _mark(value) else _bytes
+        self._before = self._look(value)
+        self._copy = copied(value, warn) if self._before is None else None
 
     def is_unchanged(self) -> bool:
-        """Whether it has the content that it had; takes the mark off a picture."""
-        if self._bytes is not None:
-            return _bytes(self.value) == self._bytes
-        if self._marked is None:
-            return same(self._before, self.value) is None
-        core, info, mark = self._marked
-        unchanged = self.value.im is core and bool(self.value.readonly) and self.value.info == info
-        if unchanged:
-            self.value.readonly = mark
-        return unchanged
+        """Whether it has the content that it had."""
+        if self._before is None:
+            return same(self._copy, self.value) is None
+        return same(self._before, self._look(self.value)) is None
 
 
 # The results of all calls of each chain, in order.
 Made = dict[ChainCall, list[Result]]
 
 
-def _marked(value: Any) -> tuple[Any, dict[Any, Any], int] | None:
-    """Mark a picture of Pillow's that is in memory; returns its pixels, ``info`` and former mark."""
+def _mark(value: Any) -> bool:
+    """Mark a picture of Pillow's that is in memory of its own; returns whether it is one.
+
+    One that is read-only already shares its memory with a file or an array, by which it may change.
+    """
+    if not _is_picture(value) or getattr(value, "_im", None) is None or value.readonly:
+        return False
+    value.readonly = 1
+    _reading.marked.append((value, value.im))
+    return True
+
+
+def _is_picture(value: Any) -> bool:
     pillow = sys.modules.get("PIL.Image")
-    if pillow is None or not isinstance(value, pillow.Image) or getattr(value, "_im", None) is None:
-        return None
-    mark, value.readonly = value.readonly, 1
-    return value.im, dict(value.info), mark
+    return pillow is not None and isinstance(value, pillow.Image)
+
+
+def _picture(image: Any) -> tuple[Any, ...]:
+    """All that changes with a marked picture's content."""
+    return image.im, bool(image.readonly), image.mode, image.getpalette(), dict(image.info)
 
 
 def _bytes(value: Any) -> tuple[Any, ...] | None:
     """All of a plain array's content, or tensor's, which is compared five times as fast as a copy of it."""
+    learns = False
     if type(value) is torch.Tensor:
-        try:
-            value = value.detach().numpy()
-        except (TypeError, RuntimeError):  # numpy has no such array
+        learns = value.requires_grad
+        try:  # not .numpy(): after that the user's tensor could not be resized any more
+            value = np.from_dlpack(value.detach())
+        except (TypeError, RuntimeError, BufferError):  # numpy has no such array
             return None
     if type(value) is not np.ndarray or value.dtype.hasobject:
         return None
-    return value.dtype, value.shape, value.strides, value.ravel("K").tobytes()
+    return learns, value.dtype, value.shape, value.strides, value.ravel("K").tobytes()
 
 
 class _Reading(threading.local):
-    """What the chains of the dataset that this thread reads have returned; None while it reads none."""
+    """What the chains of the dataset that this thread reads have returned; None while it reads none.
 
-    made: Made | None = None
+    With it the pictures that are marked meanwhile, each with its pixels.
+    """
+
+    def __init__(self) -> None:
+        self.made: Made | None = None
+        self.marked: list[tuple[Any, Any]] = []
 
 
 _reading = _Reading()
@@ -94,13 +107,26 @@ _reading = _Reading()
 
 @contextlib.contextmanager
 def noted() -> Iterator[Made]:
-    """Note calls of chains that have a name; a dataset that is read within another has notes of its own."""
-    outer, made = _reading.made, Made()
-    _reading.made = made
+    """Note calls of chains that have a name; a dataset that is read within another has notes of its own.
+
+    The notes and marks are gone afterwards, and with them all references to results.
+    """
+    outer = _reading.made, _reading.marked
+    made = Made()
+    marked: list[tuple[Any, Any]] = []
+    _reading.made, _reading.marked = made, marked
     try:
         yield made
     finally:
-        _reading.made = outer
+        _reading.made, _reading.marked = outer
+        while marked:
+            _unmark(*marked.pop())
+        made.clear()
+
+
+def _unmark(picture: Any, pixels: Any) -> None:
+    if picture.im is pixels:  # others come with a mark of their own
+        picture.readonly = 0
 
 
 def note(call: ChainCall, given: Sequence[Any], made: Any, warn: Callable[[object, Exception], None]) -> Any:
@@ -131,11 +157,14 @@ def _another(value: Any, warn: Callable[[object, Exception], None]) -> Any:
         return value.view()
     if isinstance(value, torch.Tensor) and not value.requires_grad and not getattr(value, "__dict__", None):
         return value.detach()
-    pillow = sys.modules.get("PIL.Image")
-    if pillow is not None and isinstance(value, pillow.Image):
+    if _is_picture(value):
+        value.load()  # not twice from one file
         kind: Any = type(value)
         other = kind.__new__(kind)
         vars(other).update(vars(value))
+        if any(picture is value for picture, _ in _reading.marked):
+            other.readonly = 0
+        _mark(value)  # when the dataset writes into its own, that gets other memory
         return other
     return copied(value, warn)
 

@@ -286,18 +286,18 @@ class Source:
         """
         if not self.calls:
             return self._transformed(owned(self.dataset[index], _warn_of_uncopied))
+        found: list[Any] = []  # taken from it, so that no variable refers to the sample any more
         with noted() as made:
             try:
-                sample = self.dataset[index]
+                found.append(self.dataset[index])
             except Exception as error:
                 if made:  # it may not accept what its chain has returned
                     raise self._cannot_be_cut(index) from error
                 raise
-        planned = are_at(self.calls, [sample], made)
-        made.clear()  # or the sample's parts would belong to others, too
+            planned = are_at(self.calls, found, made)
         if not planned:
             raise self._cannot_be_cut(index)
-        return self._transformed(owned(sample, _warn_of_uncopied))
+        return self._transformed(owned(found.pop(), _warn_of_uncopied))
 
     def _cannot_be_cut(self, index: int) -> CannotBeCut:
         kind = type(self.whole).__name__
@@ -336,27 +336,31 @@ class Source:
         if several is None or not self.otherwise.isdisjoint(indices):  # their draws are those of the whole
             yield from map(self.read, indices)
             return
+        found: list[Any] | None = None
+        planned = False
         try:
             with noted() as made:
                 found = list(several(list(indices)))
+                planned = are_at(self.calls, found, made)
         except Exception as error:
-            if len(indices) == 1 and isinstance(error, StopIteration):
+            if self.calls:
+                pass  # it may not accept what its chain has returned for one of them
+            elif len(indices) > 1:
+                for index in indices:
+                    yield from self._read_group([index])
+                return
+            elif isinstance(error, StopIteration):
                 raise SampleStopped(*error.args) from error
-            if len(indices) == 1:
+            else:
                 raise
-            for index in indices:
-                yield from self._read_group([index])
-            return
-        if len(found) != len(indices):
+        if found is not None and len(found) != len(indices):
             kind = type(self.dataset).__name__
             raise ArgumentError(
                 f"{kind}.__getitems__ must return one sample for each index, got {len(found)} samples for "
                 f"{len(indices)} indices."
             )
-        planned = are_at(self.calls, found, made)
-        made.clear()
-        if not planned:
-            found.clear()
+        if found is None or not planned:
+            del found
             yield from map(self.read, indices)
             return
         found.reverse()  # taken from the end, so that no list refers to a sample any more

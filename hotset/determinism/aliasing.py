@@ -12,7 +12,7 @@ number, text, ...        always: it cannot change
 dict, list, tuple        only its holder refers to it, and so with each of its parts
 tensor                   and its storage has no other tensor, and is torch's own memory
 array                    and it owns its memory, or its base does, which only this array refers to
-PIL image                only its holder refers to it: an image shares its memory with nothing
+PIL image                and only it refers to its pixels, which are no array's or file's memory
 an object from Python    only its holder refers to it, and so with each of its attributes
 anything else            never
 =======================  ==============================================================================
@@ -119,7 +119,7 @@ def _is_alone(value: Any, kind: type) -> bool:
     if issubclass(kind, np.ndarray):
         return kind is np.ndarray and _array_is_alone(value)
     if _is_image(kind):
-        return True
+        return _image_is_alone(value)
     if issubclass(kind, torch.Tensor):
         if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             return False
@@ -151,6 +151,12 @@ def _array_is_alone(array: np.ndarray[Any, Any]) -> bool:
         return bool(array.flags.owndata)
     # The view and the variable; numpy has no chains of views. One more for the argument.
     return type(base) is np.ndarray and base.flags.owndata and sys.getrefcount(base) <= _CONTAINED
+
+
+def _image_is_alone(image: Any) -> bool:
+    pixels = getattr(image, "_im", None)
+    # Read-only, it shares the memory of an array or a file. One more reference for the argument.
+    return pixels is None or (not image.readonly and sys.getrefcount(pixels) <= _CONTAINED)
 
 
 def _is_from_python(kind: type) -> bool:

@@ -991,6 +991,11 @@ class NeedsATensor(Processes):
         return found.cos()
 
 
+class NeedsATensorOfMany(NeedsATensor):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
 class Exchanges(LeavesSomeOut):
     """Makes two views, and exchanges them in a few samples."""
 
@@ -1076,6 +1081,7 @@ class GivesTwice(Processes):
                 ProcessesManyInPlace,
                 DrawsOnPictures,
                 NeedsATensor,
+                NeedsATensorOfMany,
                 Exchanges,
                 OfArrays,
                 OfTensors,
@@ -1102,6 +1108,112 @@ def test_rare_samples_for_which_a_dataset_treats_its_chain_otherwise_are_right(
     if not workers:  # each of which has met too few of them to speak of it
         assert any("treated otherwise than the rest" in each for each in sentences)
     assert all(map(is_a_sentence, sentences))
+
+
+@hotset.deterministic
+def as_it_is(picture: Any) -> Any:
+    return picture
+
+
+class HoldsPictures(DrawsOnPictures):
+    """Keeps its pictures, and gives two views of each; in a few samples it raises, or writes into its own."""
+
+    def __init__(self, *, raises: bool) -> None:
+        self.transform: Any = [as_it_is, ShiftPicture()]
+        self.pictures = [self._of(index) for index in range(N)]
+        self._raises = raises
+
+    def __len__(self) -> int:
+        return N
+
+    def _view(self, picture: Any) -> Any:
+        for step in self.transform:
+            picture = step(picture)
+        return picture
+
+    def __getitem__(self, index: int) -> Any:
+        picture = self.pictures[index]
+        views = self._view(picture), self._view(picture)
+        if index == 5 and self._raises:
+            raise ValueError("no such picture")
+        if index == 5:
+            picture.load()[3, 3] = 255
+        return views
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_two_views_of_a_picture_that_the_dataset_keeps_are_right_and_it_is_not_marked(raises: bool) -> None:
+    def read(dataset: Any) -> list[Any]:
+        fails = [failure(lambda: dataset[5]).text] if raises else []
+        return [*(dataset[index] for index in range(N) if index != 5 or not raises), *fails]
+
+    dataset, plain = HoldsPictures(raises=raises), HoldsPictures(raises=raises)
+    with recorded(), hotset.cache(dataset, memory="1MiB") as cached:
+        for _ in range(2):
+            assert same(read(cached), read(plain)) is None
+        assert cached.stats().cached == N - 1
+    assert not any(picture.readonly for picture in dataset.pictures)
+
+
+class ManyOfItsPictures(HoldsPictures):
+    def __getitem__(self, index: int) -> Any:
+        return self._view(self.pictures[index])
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+def test_a_live_transform_that_works_in_place_changes_no_picture_that_the_dataset_keeps() -> None:
+    class Paint(ShiftPicture):
+        def __call__(self, picture: Any) -> Any:
+            picture.putpixel((0, 0), int(self.rng.integers(256)))
+            return picture
+
+    dataset = ManyOfItsPictures(raises=False)
+    dataset.transform = [as_it_is, Paint()]
+    before = [picture.tobytes() for picture in dataset.pictures]
+    with hotset.cache(dataset, memory="1MiB") as cached:
+        batches = list(hotset.DataLoader(cached, batch_size=3, collate_fn=list))
+        assert len(batches) == N // 3
+    assert [picture.tobytes() for picture in dataset.pictures] == before
+
+
+class DrawsOnItsInput(DrawsOnPictures):
+    """Draws, in a few samples, on what its chain was given."""
+
+    def __getitem__(self, index: int) -> Any:
+        picture = self._of(index)
+        view = self.transform(picture)
+        if index % N == 5:
+            picture.putpixel((3, 3), 255)
+        return view, picture
+
+
+class GivesItsOwn(Processes):
+    """Gives the tensors that it keeps."""
+
+    def __init__(self) -> None:
+        self.transform: Any = [as_it_is, ShiftOfItsOwn()]
+        self.tensors = [torch.full((2,), index) for index in range(20 * N)]
+
+    def __getitem__(self, index: int) -> Any:
+        found = self.tensors[index]
+        for step in self.transform:
+            found = step(found)
+        return found
+
+
+def test_tensors_that_a_cut_chain_returned_can_be_resized() -> None:
+    dataset = GivesItsOwn()
+    with hotset.cache(dataset, memory="1MiB") as cached:
+        assert same([cached[3], cached[3]], [dataset.tensors[3]] * 2, across=True)
+        assert dataset.tensors[3].resize_(4).shape == (4,)
+
+
+def test_a_picture_that_the_dataset_draws_on_is_not_the_one_that_it_gave_its_chain() -> None:
+    with recorded(), hotset.cache(DrawsOnItsInput(), memory="1MiB") as cached:
+        equal_batches(epochs(cached), epochs(DrawsOnItsInput()))
+        assert cached.stats().cached == 20 * N
 
 
 class Halves:

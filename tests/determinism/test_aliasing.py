@@ -218,6 +218,26 @@ def test_pictures_that_the_dataset_holds_are_copied_before_a_transform() -> None
         assert [picture.tobytes() for picture in pictures] == before
 
 
+class OneBuffer(Dataset[Any]):
+    """Reads each picture into the memory of the last one, which Pillow's picture shares."""
+
+    def __init__(self) -> None:
+        self.buffer = np.zeros((4, 4), np.uint8)
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        self.buffer[:] = index
+        return Image.fromarray(self.buffer)
+
+
+def test_pictures_that_share_the_memory_of_an_array_are_copied() -> None:
+    with hotset.cache(OneBuffer(), memory="1MiB") as cached:
+        batch = next(iter(hotset.DataLoader(cached, batch_size=N, collate_fn=list)))
+        assert [picture.getpixel((0, 0)) for picture in batch] == list(range(N))
+
+
 class Signal(np.ndarray[Any, Any]):
     """An array to which a program gives attributes, without ``__array_finalize__``."""
 
