@@ -44,7 +44,7 @@ from hotset.determinism.objects.code_dependencies import is_users
 from hotset.determinism.objects.object_graph import reached_by_code
 from hotset.determinism.objects.outer_names import outer_names
 from hotset.determinism.objects.reading_names import reading_code
-from hotset.determinism.objects.safe_access import attributes_of, is_a
+from hotset.determinism.objects.safe_access import attributes_of, is_a, is_opaque
 
 __all__ = ["Comparing", "ContentWatch"]
 
@@ -102,7 +102,8 @@ class ContentWatch:
         code = [reading_code(each, self._chains.get(id(each), ())) for each in readers]
         names = [each.names for each in code]
         held = (value for each in readers for value in (attributes_of(each) or {}).values())
-        objects = [*self._cached, *(value for value in held if is_users(value) and not is_a(value, Dataset))]
+        held = (value for value in held if not is_opaque(value) and is_users(value))
+        objects = [*self._cached, *(value for value in held if not is_a(value, Dataset))]
         reached = [one for each in objects for one in reached_by_code(each)]
         reached += [one for each in code for one in each.functions]
         self._outer = outer_names(reached, map(type, (*readers, *objects)))

@@ -15,6 +15,7 @@ from typing import Any
 
 from hotset.determinism.objects.bindings import bound_by
 from hotset.determinism.objects.code_dependencies import installed, is_users, loaded_globals, names_in
+from hotset.determinism.objects.safe_access import is_opaque
 
 __all__ = ["outer_names"]
 
@@ -27,15 +28,15 @@ def outer_names(code: Iterable[Any], classes: Iterable[type]) -> list[Any]:
         classes: more of these; the bases of all count as well.
     """
     found: dict[int, tuple[Any, set[str]]] = {}
-    named, kinds = set[str](), set(classes)
+    named, kinds = set[str](), list(classes)
     for each in code:
         if issubclass(type(each), type):
-            kinds.add(each)
+            kinds.append(each)
         elif type(each) is types.FunctionType and is_users(each):
             named |= names_in(each.__code__)
             _add_globals(found, each)
     shown = [_shown(str(names.get("__name__")), names, used) for names, used in found.values()]
-    users = {base for each in kinds for base in each.__mro__ if is_users(base)}
+    users = {base for each in kinds if not is_opaque(each) for base in each.__mro__ if is_users(base)}
     return [*shown, *(_shown(each.__name__, vars(each), named) for each in users)]
 
 
