@@ -82,6 +82,7 @@ class Rank:
         torch.set_num_threads(1)
         audit._SHARE = 0.0  # reads are counted here, and these are on purpose
         joining.ANSWER_SECONDS = joining._READY_SECONDS = tally._PATIENCE = PATIENCE
+        joining._JOIN_SECONDS = 3 * PATIENCE  # in which Ray starts the processes of the nodes
         self.folder = folder
         self._cached: dict[int, Any] = {}
 
