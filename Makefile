@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := tests/constraints/pinned.txt
 
-.PHONY: demo test test-hotset test-integrations docs matrix check bench compatibility trainers gpu stress chaos clean
+.PHONY: demo test docs matrix check bench compatibility trainers gpu stress chaos clean
 
 # pip comes first: that of Python 3.11 takes twice as long to choose versions. What builds hotset comes with it:
 # pip would install it anew, twice, for itself. Then torch: with it in place no other package pulls in another one.
@@ -26,18 +26,13 @@ demo: $(VENV)/.installed
 	$(BIN)/hotset demo
 
 # Four at once, on two cores too: the tests wait for processes most of the time. The tests of other
-# libraries run beside them, on their own: a process that has imported them takes three times as long to fork.
+# libraries run on their own: a process that has imported them takes three times as long to fork.
 # Bytecode is written in any case: each worker, and hundreds of processes that tests start, would compile all.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.installed
-	$(MAKE) --no-print-directory --keep-going --jobs 2 test-hotset test-integrations
-
-test-hotset:
 	$(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder --ignore tests/integrations \
 		--junitxml $(VENV)/tests.xml
-
-test-integrations:
-	$(BIN)/python -m pytest -q tests/integrations --junitxml $(VENV)/integrations.xml
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/integrations --junitxml $(VENV)/integrations.xml
 
 # The documentation as pages that work from the file system: site/index.html. A broken link is an error.
 docs: $(VENV)/.installed

@@ -72,7 +72,8 @@ def _run(name: str, python: str) -> list[str] | None:
     reports = [ROOT / folder / report for report in ("tests.xml", "integrations.xml")]
     for report in reports:
         report.unlink(missing_ok=True)
-    subprocess.run([*make, "test"], cwd=ROOT)  # the reports show failures
+    # With -i the second part of the tests runs also after a failure in the first; the reports show it.
+    subprocess.run([*make, "-i", "test"], cwd=ROOT)
     counts: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     print(f"\n{name}:")
