@@ -710,11 +710,13 @@ def test_labels_that_the_training_loop_refines_are_those_of_the_next_pass(made_b
         assert train(held, cached, made_by) == expected
 
 
-class Looked(bytearray):
-    looks = 0
+looks = 0
 
+
+class Looked(bytearray):
     def __bytes__(self) -> bytes:
-        Looked.looks += 1
+        global looks
+        looks += 1
         return bytearray(self).hex().encode()
 
 
@@ -735,9 +737,9 @@ def test_what_a_dataset_holds_is_looked_at_once_as_a_pass_begins(workers: int) -
         loader = hotset.DataLoader(cached, batch_size=4, shuffle=True, num_workers=workers)
         cached.fill()
         list(loader)
-        before = Looked.looks
+        before = looks
         list(loader)
-        assert Looked.looks == before + 1
+        assert looks == before + 1
         cached.dataset.bits[3] = 5
         with pytest.warns(hotset.HotsetWarning, match=r"Bits\.bits has changed"):
             assert sorted(torch.cat(list(loader)).tolist()) == [0] * (N - 1) + [5]

@@ -345,11 +345,10 @@ def _probe(source: Source, length: int) -> Probe:
     timed = Timed(source.read_cut)
     try:
         found = probe(timed, inwards, held, seconds=_PROBE_SECONDS, forgive=(Exception,))
-    except Exception as error:
+    except (LookupError, TypeError, AttributeError) as error:  # of another index, or of what is not open
         numbered_here = isinstance(source.dataset, StreamSource)  # not by the user's dataset
-        if not (numbered_here or isinstance(error, HotsetError)) and hasattr(
-            error, "add_note"
-        ):  # from 3.11 on
+        ours = numbered_here or isinstance(error, HotsetError)
+        if not ours and hasattr(error, "add_note"):  # from Python 3.11 on
             error.add_note(_NONE_READ.format(length - 1))
         raise
     seconds = timed.seconds
