@@ -9,10 +9,10 @@ an attribute of the dataset, or of   compared if code that reads samples names i
 one that it wraps                    (:mod:`hotset.determinism.objects.reading_names`)
 what such an attribute holds         compared, at any depth (:class:`HeldAttributes`), within :class:`Room`
 the parameters of cached transforms  compared
+of live transforms                   not: they run for each use
 torch's default dtype and device     compared: tensors are made with them
 globals of the user's modules, and   compared if that code uses them; a change counts if one of a few cached
 attributes of the user's classes     samples, read again, is another now
-of live transforms                   not: they run for each use
 what reading samples changes itself  not: neither what planning has seen to change (a counter of reads), nor
                                      what has changed while this process has read a pass, if a few samples
                                      are still what was cached of them
