@@ -90,14 +90,20 @@ class StreamParts:
     def _column(self, word: int) -> Words:
         return self._rows[: self.count, word].copy()
 
+    def kept_of(self, part: int) -> int:
+        """How many of this part's first samples are recorded; of a part that there is not, anything."""
+        return int(self._rows[part, Slot.PART_KEPT])
+
     @property
     def state(self) -> StreamState:
         """How far all parts are recorded."""
-        if not self.count or self.store.clear_generation() is None:
+        # Read once: another process may clear the store meanwhile, and there are other parts, or none.
+        rows = self._rows[: self.count].copy()
+        if not len(rows) or self.store.clear_generation() is None:
             return "nothing"
-        if not self.ended.all() or self.is_other:
+        if not (rows[:, Slot.PART_ENDED] & 1).all() or self.is_other:
             return "recording"
-        return "whole" if (self.kept >= self.given).all() else "in part"
+        return "whole" if (rows[:, Slot.PART_KEPT] >= rows[:, Slot.PART_GIVEN]).all() else "in part"
 
     @property
     def is_other(self) -> bool:

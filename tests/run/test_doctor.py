@@ -369,14 +369,16 @@ class TestCommand:
         program = training(pause=0.0, workers=1, epochs=3).replace("import sys", "import io, numpy, sys")
         program = program.replace("class Rows", "from PIL import Image\nclass Rows")
         program = program.replace("        return torch.full((4,), float(index)) ", read.lstrip("\n"))
-        found, done = judged(program, "--keep", "--seconds", "3")
+        found, done = judged(program, *BRIEFLY)
         assert sums(done.stderr) == sums(forked(program).stdout)
         (decoder,) = found["sample"]["decoders"]
         assert decoder["name"] == "PIL.Image.Image.load"
-        told = [sentence for sentence in found["unknown"] if "hotset run would keep nothing" in sentence]
-        assert bool(told) != kept
-        # Reading a kept picture of noise takes a fraction of decoding it.
-        assert any("hotset run" in one["line"] for one in found["advice"]) == kept
+        # Whether it is worth its memory is a matter of rates, which a busy machine changes.
+        said = [sentence for sentence in found["unknown"] if "hotset run" in sentence]
+        assert (said == []) == kept
+        if not kept:
+            assert "hotset run would keep nothing" in said[0]
+            assert not any("hotset run" in one["line"] for one in found["advice"])
 
     @pytest.mark.chaos
     def test_what_workers_had_in_hand_when_the_trial_was_over_is_not_counted_twice(

@@ -204,7 +204,8 @@ class _PartRecorder:
         self._store = store
         self._group = group
         self._held: list[Any] = []
-        self._kept = int(self.parts.kept[part]) if part < self.parts.count else 0
+        # Not by the number of parts: a process that divides the stream anew has none for a moment.
+        self._kept = self.parts.kept_of(part) if self._generation is not None else 0
         self._position = 0
         self._about = store.segment.metadata
         self._watched = [source.prefix] if source.prefix else []
