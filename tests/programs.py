@@ -5,6 +5,7 @@ Not for tests of what an interpreter does from its start: those start one.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import json
@@ -15,11 +16,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 # Said at its end by a library of torch's, which the server has imported and few programs would.
 _LEAKS = re.compile(r"^nanobind: leaked .*?^See https://nanobind[^\n]*\n?", re.MULTILINE | re.DOTALL)
@@ -67,6 +69,7 @@ class Programs:
         environment: Mapping[str, str] | None = None,
         *,
         trains: bool = False,
+        ends_whole: bool = False,
     ) -> subprocess.CompletedProcess[str]:
         """Run a file with its arguments; as ``subprocess.run`` with captured output.
 
@@ -75,6 +78,7 @@ class Programs:
             cwd: its working directory.
             environment: variables besides this process's, or in place of them.
             trains: whether it makes an optimizer: the first one imports as much as torch itself.
+            ends_whole: whether it takes all modules apart as it ends, which takes longer than most programs.
         """
         assert self._server.stdin is not None
         with tempfile.TemporaryDirectory() as folder:
@@ -84,6 +88,7 @@ class Programs:
                 "cwd": str(cwd),
                 "environment": {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(environment or {})},
                 "trains": trains,
+                "ends_whole": ends_whole,
                 "files": list(map(str, files)),
             }
             print(json.dumps(order), file=self._server.stdin, flush=True)
@@ -123,7 +128,27 @@ def _become(order: dict[str, Any]) -> None:
     sys.path[:] = [str(Path(sys.argv[0]).parent), *filter(None, places), *sys.path[1:]]
     if order["environment"].get("PYTHONWARNINGS") == "error":
         warnings.simplefilter("error")
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    code: object = None
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as ending:
+        if order["ends_whole"]:
+            raise
+        code = ending.code
+    if not order["ends_whole"]:
+        end(code)
+
+
+def end(code: object) -> NoReturn:
+    """End this process as after :func:`sys.exit`, but leave its modules as they are."""
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
 
 
 if __name__ == "__main__":
@@ -133,4 +158,4 @@ if __name__ == "__main__":
     from large_pages import use_large_pages
 
     use_large_pages()
-    _become(_next_order())  # the interpreter ends after it, as after any program
+    _become(_next_order())

@@ -92,5 +92,5 @@ print("whole")
 def test_a_program_that_closes_all_descriptors_ends_silently(programs: Programs, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(CLOSES_ALL)
-    done = programs.run([str(program), str(tmp_path / "run")], tmp_path)
+    done = programs.run([str(program), str(tmp_path / "run")], tmp_path, ends_whole=True)
     assert (done.stdout, done.stderr, done.returncode) == ("whole\n", "", 0)

@@ -1,8 +1,9 @@
 """What the tests of decoders share: a job's environment in this process, and programs below ``hotset run``.
 
 A decoder is replaced in a process of its own, as nobody can put back what other modules have imported. The
-command itself and programs without it are forked from a process that has imported torch; what the command
-starts imports it anew, as a user's program does.
+command itself and programs without it are forked from a process that has imported torch. What the command
+starts imports it anew, as a user's program does, where the command is :data:`COMMAND`; below :data:`FORKING`
+it has imported torch when the hooks are installed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,46 @@ from typing import Any, NamedTuple
 from programs import Programs
 
 COMMAND = "from hotset.cli.main import main; main()"
+
+# Where a process would become an interpreter, it runs the program itself: importing torch is most of what
+# programs of these tests take.
+FORKING = """
+import gc, os, programs, signal, sys, types
+execute = os.execvpe
+
+def become(file, command, environment):
+    if command[:2] != [sys.executable, "-c"]:
+        execute(file, command, environment)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        try:
+            if number > 2 and not os.get_inheritable(number): os.close(number)
+        except OSError:
+            pass  # that of the list itself
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)): signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv, sys.excepthook = ["-c", *command[3:]], sys.__excepthook__
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    code = None
+    try:
+        from hotset.run.start import start
+        start()
+        gc.freeze()
+        exec(compile(command[2], "<string>", "exec"), vars(main))
+    except SystemExit as ending:
+        code = ending.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    programs.end(code)
+
+os.execvpe = become
+from hotset.cli.main import main; main()
+"""
 
 
 programs: Programs = None  # type: ignore[assignment]  # set by the fixture ``forking``
@@ -38,12 +79,17 @@ class Ran(NamedTuple):
     code: int
 
 
-def run(program: str, *args: str, hotset: tuple[str, ...] | None = ("--memory", "256MiB")) -> Ran:
+def run(
+    program: str,
+    *args: str,
+    hotset: tuple[str, ...] | None = ("--memory", "256MiB"),
+    command: str = FORKING,
+) -> Ran:
     """Run Python code below ``hotset run`` with these options, or without it if they are None."""
     if hotset is None:
         done = forked(program, *args)
     else:
-        done = forked(COMMAND, "run", *hotset, "--", sys.executable, "-c", program, *args)
+        done = forked(command, "run", *hotset, "--", sys.executable, "-c", program, *args)
     lines = [line for line in done.stdout.splitlines() if line.startswith(("[", "{", '"'))]
     return Ran([json.loads(line) for line in lines], done.stderr, done.returncode)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from decoding import PRELUDE, Ran, calls, run
+from decoding import COMMAND, PRELUDE, Ran, calls, run
 
 from hotset.run.decoders import _MOMENT_SECONDS, LeftAlone, check_age
 
@@ -35,10 +35,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def compared(program: str, files: Path, *options: str) -> Ran:
+def compared(program: str, files: Path, *options: str, **how: str) -> Ran:
     """Run ``program`` without and with ``hotset run``; what they print is the same. Returns the latter."""
     plain = run(PRELUDE + program, str(files), hotset=None)
-    ours = run(PRELUDE + program, str(files), hotset=("--memory", "256MiB", *options))
+    ours = run(PRELUDE + program, str(files), hotset=("--memory", "256MiB", *options), **how)
     assert ours.code == plain.code == 0, plain.report + ours.report
     for got, expected in zip(ours.said, plain.said, strict=True):
         assert got == expected, ours.report
@@ -70,7 +70,7 @@ outcome(cv2.imread)
 outcome(cv2.imread, root + "colour.png", "red")
 [cv2.imread.__name__, cv2.imread.__doc__[:20], cv2.imread.__module__]
 """)
-    ours = compared(program, files)
+    ours = compared(program, files, command=COMMAND)
     made, hits = calls(ours.report, "cv2.imread")
     assert (made - hits) <= 9
     assert hits >= 14
