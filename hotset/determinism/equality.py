@@ -57,6 +57,7 @@ _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, 
 _WHOLE = (*_CODE, enum.Enum, PurePath)
 _ORDERED = (list, tuple, deque)
 _PLAIN = frozenset({int, bool, str, bytes, type(None)})
+_MANY = 1_000  # values that have one digest together: a vocabulary's would take a minute
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Pairs that were compared, or are being, by their ids: a graph of objects has more paths than nodes.
 _Entered = dict[tuple[int, int], tuple[Any, Any]]
@@ -113,7 +114,7 @@ def _compare(a: Any, b: Any, where: str, entered: _Entered, across: bool) -> str
 
 def _difference(a: Any, b: Any, where: str, entered: _Entered, across: bool) -> str | None:
     """How two nodes of one type differ, themselves or in their children."""
-    if type(a) in (list, tuple) and _are_equal_plain(a, b):
+    if type(a) in (list, tuple, dict) and _are_equal_plain(a, b):
         return None
     what = _own_difference(a, b)
     if what is not None:
@@ -129,10 +130,16 @@ def _difference(a: Any, b: Any, where: str, entered: _Entered, across: bool) -> 
     return None
 
 
-def _are_equal_plain(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether two lists hold the same numbers and texts: tokens, or a generator's state of 625 numbers."""
+def _are_equal_plain(a: Any, b: Any) -> bool:
+    """Whether two lists or dicts hold the same numbers and texts: tokens, a vocabulary."""
+    a, b = _items(a), _items(b)
     kinds = list(map(type, a))
-    return _PLAIN.issuperset(kinds) and kinds == list(map(type, b)) and a == b
+    return _PLAIN.issuperset(kinds) and kinds == list(map(type, b)) and bool(a == b)
+
+
+def _items(node: Any) -> Sequence[Any]:
+    """What a list holds; of a dict, its keys and then its values."""
+    return [*node, *node.values()] if type(node) is dict else node
 
 
 def _two_types(a: type, b: type) -> str:
@@ -406,17 +413,27 @@ def _digests(node: Any, where: str, entered: dict[int, Any]) -> Iterator[tuple[s
     """The places of a node and its children that have content of their own, each with a digest of it."""
     if id(node) in entered:
         return
+    is_whole = _is_long_and_plain(node)
     try:
-        content = _content(node)
+        content = repr(node).encode("utf-8", "surrogatepass") if is_whole else _content(node)
     except RecursionError:
         raise
     except Exception:  # of a stranger's code
         content = None
     if content is not None:
         yield where, hashlib.blake2b(content, digest_size=16).digest()
+    if is_whole:
+        return
     for label, child in _shown_children(node):
         entered[id(node)] = node
         yield from _digests(child, where + label, entered)
+
+
+def _is_long_and_plain(node: Any) -> bool:
+    """Whether this is a long list or dict of numbers and texts alone."""
+    if type(node) not in (list, tuple, dict) or len(node) < _MANY:
+        return False
+    return _PLAIN.issuperset(map(type, _items(node)))
 
 
 def _shown_children(node: Any) -> Iterator[tuple[str, Any]]:

@@ -653,6 +653,10 @@ UNCACHEABLE: list[tuple[Any, str]] = [
         for each in (Once(3), Freed(), Missing(), Countdown(), Attributed(x=1))
     ),
     ([_set(Features(1), words=["word"] * 3_000)], "[0]['words']: more than 1,000 values in objects"),
+    (
+        [{"words": dict.fromkeys(map(str, range(10_001)), 7)}],
+        "[0]['words']['9997'] is one of more than 10,000 values",
+    ),
     (_family(), "[1]['parent']: the same object of test_schema.Features again"),
     (
         _set(Features(1), a={0: (edge := {"weight": 1})}, b=[edge]),

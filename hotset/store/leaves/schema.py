@@ -58,6 +58,8 @@ LARGEST_RECORD = 2 << 30
 _DEEPEST = 64
 # An object with more values is something that samples refer to: each record would hold a copy of it.
 _MOST_PARTS = 1_000
+# Each value of a list or dict that is no array or list of numbers takes some microseconds in each use.
+_MOST_VALUES = 10_000
 # What a forged or foreign schema leads to.
 _DAMAGE = (ArithmeticError, AttributeError, ImportError, LookupError, RecursionError, TypeError, ValueError)
 _KEY_TYPES = (str, int, bool, float, type(None))
@@ -424,10 +426,17 @@ class _Inference:
         self._keep_order = keep_order
         self._met: dict[int, object] = {}  # by id: containers and objects
         self._held = 0  # values in objects
+        self._count = 0  # values in all
 
     def node(self, value: object, where: str, holder: _Holder | None = None) -> Node:
         """The tree of a part of the sample, at ``where`` in it, that ``holder`` holds, if an object does."""
         place = where or "the sample"
+        self._count += 1
+        if self._count > _MOST_VALUES:
+            raise SchemaMismatch(
+                f"{place} is one of more than {_MOST_VALUES:,} values in one sample, which would take longer "
+                "to put together than to read; make arrays of them, or leave them out of the sample"
+            )
         try:
             leaf = leaf_of(value, keep_order=self._keep_order)
             if leaf is not None:
