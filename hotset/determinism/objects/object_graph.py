@@ -247,7 +247,7 @@ def _may_hold(value: Any, function: types.FunctionType) -> bool:
     """
     if not issubclass(type(value), (*_NAMED, types.ModuleType)):
         return True
-    if issubclass(type(value), types.ModuleType):
+    if issubclass(type(value), types.ModuleType) or is_opaque(value):
         return False
     module = str(value.__module__)
     if module == function.__module__ or is_users(value):
