@@ -637,6 +637,26 @@ def test_installed_modules_are_told_from_the_users() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("file", "listed"), [("RECORD", "drawing/__init__.py,,\n"), ("top_level.txt", "drawing\n")]
+)
+def test_a_module_belongs_to_the_distribution_that_lists_it(
+    file: str, listed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "site-packages"
+    (folder / "drawing").mkdir(parents=True)
+    (folder / "drawing" / "__init__.py").touch()
+    for name, content in {"paint_shop": listed, "other": listed.replace("drawing", "drawing_tools")}.items():
+        about = folder / f"{name}-1.2.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n")
+        (about / file).write_text(content)
+    monkeypatch.syspath_prepend(str(folder))
+    codes.installed.cache_clear()
+    codes._version.cache_clear()
+    assert codes.installed("drawing") == "drawing paint_shop 1.2"
+
+
 def test_the_main_module_of_a_spawned_process_is_the_main_module() -> None:
     class Thing:
         pass

@@ -154,13 +154,13 @@ def faults(browser: chromium.Browser, url: str) -> list[str]:
 
 
 def looked_at(site: Path) -> set[Path]:
-    """The first page, and of each folder the longest ones, which have most of what could be too wide.
+    """The first page, and of each part the longest ones, which have most of what could be too wide.
 
     All of them in ``make chaos``.
     """
-    folders: dict[Path, list[Path]] = {}
+    folders: dict[tuple[str, ...], list[Path]] = {}
     for file in sorted(pages(site), key=lambda file: -file.stat().st_size):
-        folders.setdefault(file.parent, []).append(file)
+        folders.setdefault(file.parent.relative_to(site).parts[:1], []).append(file)
     most = often(2, 1000)
     return {site / "index.html"}.union(*(files[:most] for files in folders.values()))
 
