@@ -26,6 +26,7 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from hotset.dataset.audit_budget import AuditBudget
+from hotset.dataset.held_attributes import HeldAttributes
 from hotset.dataset.pipeline import Pipeline, Source
 from hotset.dataset.planning.recorder import recorded
 from hotset.determinism.aliasing import copied
@@ -92,7 +93,7 @@ class Audit:
     def differs(self, cached: Any, index: int) -> str | None:
         """Compare a cached sample with what the source returns now.
 
-        It raises nothing and moves no generator: training goes on, whatever it finds.
+        It raises nothing, moves no generator and leaves no file open: training goes on, whatever it finds.
 
         Returns:
             A warning if they differ; None if they are equal, or the sample cannot be read now.
@@ -100,7 +101,7 @@ class Audit:
         begun = time.monotonic()
         if self._generators is None:
             self._generators = Generators(self._source.read_parts)
-        states = self._generators.states()
+        held, states = _held(self._source), self._generators.states()
         try:
             found = same(cached, self._source.read(index), across=True)
             if not found:
@@ -114,6 +115,7 @@ class Audit:
         except Exception:  # a sample that cannot be read now may be unchanged
             return None
         finally:
+            held.put_back()
             self._generators.put(states)
             self.last_seconds = time.monotonic() - begun
             self._budget.spend(self.last_seconds)
@@ -133,7 +135,7 @@ def first_difference(source: Source, store: Store) -> str | None:
     """Compare a few samples of a cache that another job has filled with what the source returns here.
 
     These are the first and the last cached sample, and two between them that vary from call to call; after a
-    second no further one is read. Generators are restored.
+    second no further one is read. Generators, and what reading opens or notes, are restored.
 
     Returns:
         A phrase that names a sample and how it differs; None if all are equal, or cannot be read now.
@@ -144,7 +146,7 @@ def first_difference(source: Source, store: Store) -> str | None:
     begun, varied = time.monotonic(), time.time_ns() * _GOLDEN
     positions = (0, len(cached) - 1, varied % len(cached), (varied >> 32) % len(cached))
     generators = Generators(source.read_parts)
-    states = generators.states()
+    held, states = _held(source), generators.states()
     try:
         for sample_id in dict.fromkeys(int(cached[position]) for position in positions):
             ids = np.array([sample_id])
@@ -160,8 +162,14 @@ def first_difference(source: Source, store: Store) -> str | None:
             if time.monotonic() - begun > _FIRST_SECONDS:
                 break
     finally:
+        held.put_back()
         generators.put(states)
     return None
+
+
+def _held(source: Source) -> HeldAttributes:
+    """What reading may change: a file that it opens in the main process would be shared by forked workers."""
+    return HeldAttributes.near(source.dataset, leaves((*source.inner, *source.prefix)))
 
 
 def why_it_differs(source: Source, index: int) -> str:

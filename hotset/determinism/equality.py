@@ -291,7 +291,8 @@ def _tensor_difference(a: torch.Tensor, b: torch.Tensor) -> str | None:
 
 def _tensor_bytes(tensor: torch.Tensor) -> Array:
     """Return the bytes of each element in order, as uint8 of shape (elements, bytes of one)."""
-    return array_bytes(integers_of(tensor)).reshape(tensor.numel(), -1)
+    found = array_bytes(integers_of(tensor)).reshape(tensor.numel(), -1)
+    return _truths(found) if tensor.dtype == torch.bool else found
 
 
 def integers_of(tensor: torch.Tensor) -> Array:
@@ -334,7 +335,12 @@ def array_bytes(array: Array) -> Array:
         # An extended float of 80 bits takes 16 bytes, the last six of which are undefined.
         raw = raw.reshape(array.size, -1, 16)[:, :, : (10 if np.finfo(np.longdouble).nmant == 63 else 16)]
         raw = raw.reshape(array.size, -1)
-    return raw
+    return _truths(raw) if array.dtype.kind == "b" else raw
+
+
+def _truths(raw: Array) -> Array:
+    """The bytes of bools as 0 and 1: Pillow makes bools of 255, and some copies of them have 1."""
+    return np.not_equal(raw, 0).astype(np.uint8)
 
 
 def _values(a: Array, b: Array, shape: tuple[int, ...]) -> str:

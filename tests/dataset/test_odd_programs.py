@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import all_pairs, recorded, seed_everything
+from PIL import Image
 from torch.utils.data import (
     ConcatDataset,
     DataLoader,
@@ -25,6 +26,7 @@ from torch.utils.data import (
     TensorDataset,
     get_worker_info,
 )
+from torchvision.transforms import v2
 
 import hotset
 from hotset.determinism.equality import same
@@ -183,6 +185,21 @@ class RunsInWorkers(Rows):
         return torch.tensor(dataset.table[index])
 
 
+class Bilevel(Rows):
+    """Pictures of one bit a pixel, of which torchvision makes bools whose bytes are 0 and 255."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder, self.transform = folder, v2.Compose([v2.RandomHorizontalFlip(), v2.PILToTensor()])
+        for index in range(N):
+            Image.fromarray(np.eye(8, 9, index % 8, np.uint8) * 255).convert("1").save(
+                folder / f"{index}.png"
+            )
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(Image.open(self.folder / f"{index}.png")), index
+
+
 def edited(_: int) -> None:
     info = get_worker_info()
     assert info is not None
@@ -216,6 +233,7 @@ PROGRAMS: dict[str, Program] = {
     "draws sometimes": Program(lambda _: DrawsSometimes()),
     "odd values": Program(lambda _: OddValues()),
     "runs in workers": Program(lambda _: RunsInWorkers()),
+    "bilevel": Program(Bilevel),
     "edited in workers": Program(lambda _: Rows(), worker_init_fn=edited),
 }
 

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import equal_batches
+from helpers import equal_batches, rarely
 from sources import Handle, ReadLog
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, Subset, get_worker_info
 
 import hotset
+from hotset.dataset import audit
 
 N = 12
 
@@ -98,6 +99,58 @@ def test_each_worker_opens_its_own_and_the_main_process_none(
         assert len(found) == N // 2
         assert os.getpid() not in log.counts()
         assert set(log.counts().values()) == {1}
+
+
+@pytest.mark.parametrize(("wrapped", "transform"), rarely(CASES, *CASES[:2]))
+def test_an_audit_in_the_main_process_leaves_no_file_open_that_workers_would_share(
+    wrapped: str, transform: Any, log: ReadLog, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit, "_SHARE", 1e9)
+    monkeypatch.setattr("hotset.dataset.audit_budget._KEPT_SECONDS", 1e9)
+    dataset = Opens(log, path, transform)
+    before = dict(vars(dataset))
+    with hotset.cache(WRAPPED[wrapped](dataset), memory="1MiB", key="x") as cached:
+        loader = hotset.DataLoader(cached, batch_size=2, num_workers=2)
+        list(loader)
+        log.reset()
+        for _ in range(2):
+            list(loader)
+            cached[3]
+        assert os.getpid() in log.counts(), "hits were audited here"
+        assert vars(dataset) == before
+        log.reset()
+        list(DataLoader(dataset, batch_size=2, num_workers=2))
+        assert set(log.counts().values()) == {1}
+        assert len(log.counts()) == 2
+
+
+class Appends(Dataset[Any]):
+    """Keeps each sample that it has read, and their number."""
+
+    def __init__(self, kept: int) -> None:
+        self.kept = [0] * kept
+        self.number = kept
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> int:
+        self.kept.append(index)
+        self.number += 1
+        return index
+
+
+@pytest.mark.parametrize("kept", [0, 1000], ids=["few", "many"])
+def test_an_audit_leaves_what_a_dataset_counts_consistent(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "_SHARE", 1e9)
+    monkeypatch.setattr("hotset.dataset.audit_budget._KEPT_SECONDS", 1e9)
+    dataset = Appends(kept)
+    with hotset.cache(dataset, memory="1MiB", key="x") as cached:
+        loader = hotset.DataLoader(cached, batch_size=2)
+        for _ in range(3):
+            list(loader)
+        assert cached.stats().audited > 0
+        assert len(dataset.kept) == dataset.number >= kept + N
 
 
 def test_threads_use_what_the_first_read_has_opened(log: ReadLog, path: Path) -> None:

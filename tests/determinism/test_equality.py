@@ -221,6 +221,16 @@ def test_undefined_bytes_of_long_doubles_are_no_change() -> None:
     assert content_digests(first) != content_digests(first + 1)
 
 
+def test_bools_are_compared_by_their_truth() -> None:
+    bools = np.asarray(Image.fromarray(np.eye(3, dtype=np.uint8) * 255).convert("1"))
+    assert bools.view(np.uint8).max() == 255, "as Pillow makes them"
+    tensor = torch.tensor(bools)
+    assert same(bools, bools != 0) is None
+    assert same(tensor, torch.eye(3, dtype=torch.bool)) is None
+    assert same(tensor, ~tensor) is not None
+    assert content_digests(tensor) == content_digests(torch.eye(3, dtype=torch.bool))
+
+
 def test_a_class_that_is_made_anew_is_named_so() -> None:
     def point() -> Any:
         return namedtuple("Local", "x y")(1, 2)

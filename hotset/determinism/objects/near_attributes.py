@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import itertools
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from hotset.determinism.objects.object_graph import attributes, within_reach
 from hotset.determinism.objects.safe_access import attributes_of, dict_of, set_attribute
 from hotset.store.leaves.instances import slots_of
 
-__all__ = ["Changed", "NearAttributes", "put_back"]
+__all__ = ["Changed", "NearAttributes", "near_objects", "put_back"]
 
 _NEAR, _LEVELS = 64, 3
 # By id: a class of the user's may have no hash.
@@ -52,7 +52,7 @@ class NearAttributes:
 
     def look(self) -> None:
         """Find the objects that are near now, and note their attributes."""
-        self._objects = [(each, bool(slots_of(each))) for each in _near(self._holders)]
+        self._objects = [(each, bool(slots_of(each))) for each in near_objects(self._holders)]
         self._types = self._types_now()
         self.note()
 
@@ -105,7 +105,7 @@ def _has_attributes(obj: object) -> bool:
     return bool(slots_of(obj)) and not str(type(obj).__module__).startswith("hotset.")
 
 
-def _near(holders: Sequence[object]) -> Iterator[object]:
+def near_objects(holders: Iterable[object]) -> Iterator[object]:
     """The holders, and the objects with attributes that they hold, two levels down; at most 64 in all."""
     chains: Iterator[Any] = (each if type(each) in (list, tuple) else (each,) for each in holders)
     level = list(itertools.chain.from_iterable(chains))
