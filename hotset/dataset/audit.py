@@ -101,7 +101,7 @@ class Audit:
         begun = time.monotonic()
         if self._generators is None:
             self._generators = Generators(self._source.read_parts)
-        held, states = _held(self._source), self._generators.states()
+        held, states = _held(self._source, HeldAttributes.near), self._generators.states()
         try:
             found = same(cached, self._source.read(index), across=True)
             if not found:
@@ -146,7 +146,7 @@ def first_difference(source: Source, store: Store) -> str | None:
     begun, varied = time.monotonic(), time.time_ns() * _GOLDEN
     positions = (0, len(cached) - 1, varied % len(cached), (varied >> 32) % len(cached))
     generators = Generators(source.read_parts)
-    held, states = _held(source), generators.states()
+    held, states = _held(source, HeldAttributes), generators.states()
     try:
         for sample_id in dict.fromkeys(int(cached[position]) for position in positions):
             ids = np.array([sample_id])
@@ -167,9 +167,9 @@ def first_difference(source: Source, store: Store) -> str | None:
     return None
 
 
-def _held(source: Source) -> HeldAttributes:
+def _held(source: Source, hold: Callable[[Any, list[Any]], HeldAttributes]) -> HeldAttributes:
     """What reading may change: a file that it opens in the main process would be shared by forked workers."""
-    return HeldAttributes.near(source.dataset, leaves((*source.inner, *source.prefix)))
+    return hold(source.dataset, leaves((*source.inner, *source.prefix)))
 
 
 def why_it_differs(source: Source, index: int) -> str:

@@ -26,7 +26,6 @@ from hotset.dataset.attachment import Attachment, map_ahead
 from hotset.dataset.audit import first_difference
 from hotset.dataset.cached_dataset import CachedDataset
 from hotset.dataset.cluster_setup import join_machines, planned_by_all, remote_cache
-from hotset.dataset.held_attributes import HeldAttributes
 from hotset.dataset.identity import Identity, NotShared, unshareable
 from hotset.dataset.pipeline import Pipeline
 from hotset.dataset.planning.memory_budget import own_memory
@@ -288,15 +287,11 @@ class _Search:
         Raises:
             as :func:`_current`.
         """
-        unread = HeldAttributes(self._pipeline.dataset)
-        try:
-            shared, result = self._find_or_make()
-            session, handle = self._options.session, shared.handle
-            if session is not None and shared.joined and isinstance(handle, SessionCacheHandle):
-                _compare_with_source(result, shared)
-                result = found_plan(result, session, handle.left())
-        finally:
-            unread.put_back()
+        shared, result = self._find_or_make()
+        session, handle = self._options.session, shared.handle
+        if session is not None and shared.joined and isinstance(handle, SessionCacheHandle):
+            _compare_with_source(result, shared)
+            result = found_plan(result, session, handle.left())
         # Cut once more: a copy of the dataset that was read may have opened files.
         source = replace(self._pipeline.cut(result.cuts), stores=shared.value is not None)
         return shared, result._replace(source=source)

@@ -31,7 +31,7 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
 from hotset._warnings import warn
 from hotset.dataset.audit import first_difference
-from hotset.dataset.held_attributes import Change, HeldAttributes, Room, datasets_in
+from hotset.dataset.held_attributes import Difference, HeldAttributes, Room, datasets_in
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.transform_attributes import (
     TRANSFORM_NAMES,
@@ -139,15 +139,9 @@ class ContentWatch:
     def _samples_differ(self) -> bool:
         """Whether one of a few cached samples is another if it is read now."""
         store = self._access.store
-        if store is None:
-            return False
-        held = HeldAttributes(self._dataset)
-        try:
-            return first_difference(self._access.source, store) is not None
-        finally:
-            held.put_back()
+        return store is not None and first_difference(self._access.source, store) is not None
 
-    def change(self, *, shared: bool = False) -> Change | None:
+    def change(self, *, shared: bool = False) -> Difference | None:
         """An attribute that is another now; None if there is none.
 
         Args:
@@ -155,16 +149,16 @@ class ContentWatch:
         """
         for name, now in _torch_defaults().items() if not shared else ():
             if now != self._defaults[name]:
-                return Change("torch", name, is_shared=False)
+                return Difference("torch", name, is_shared=False)
         return self._comparing.run(lambda: self._change_held(shared=shared))
 
-    def _change_held(self, *, shared: bool) -> Change | None:
-        found = self._held.changed_content(shared=shared) if self._held is not None else None
+    def _change_held(self, *, shared: bool) -> Difference | None:
+        found = self._held.changed(shared=shared) if self._held is not None else None
         return found if found is not None or shared else self._change_around()
 
-    def _change_around(self) -> Change | None:
+    def _change_around(self) -> Difference | None:
         """A global, or an attribute of a class, that is another now, and changes samples."""
-        found = self._around.changed_content() if self._around is not None else None
+        found = self._around.changed() if self._around is not None else None
         if found is not None and not self._samples_differ():
             self._look_around()
             return None

@@ -2,12 +2,12 @@
 
 Attributes that such an object does not have itself are those of the dataset. They can be set: that sets them
 on the dataset, and what is cached of it is made anew, as its samples may be others now. So it is after one of
-the dataset's methods was called that set an attribute (``cached.close_mosaic()``): where a method is looked
-up, the attributes are held, and at the next use compared.
+the dataset's methods was called that set an attribute (``cached.close_mosaic()``), which
+:class:`~hotset.dataset.changes.SetSince` notices.
 
-What it has itself lies in one dict (:class:`Own`), and pickles, but for what compares identities: the
-snapshot of the transforms and the copied attributes, which are made again of the unpickled dataset, and the
-held attributes.
+What it has itself lies in slots. MONAI's loader seeds random transforms by walking through the ``__dict__``
+of a dataset, and of what that holds, each with the next seed: so it finds the user's dataset alone, and seeds
+what it would seed without a cache.
 """
 
 from __future__ import annotations
@@ -18,57 +18,29 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from torch.utils.data import Dataset
 
 from hotset.dataset.arguments import CacheArguments
-from hotset.dataset.held_attributes import HeldAttributes
-from hotset.dataset.transform_attributes import Snapshot
+from hotset.dataset.changes import SetSince
 from hotset.determinism.objects.safe_access import has
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["DatasetProxy", "Own"]
-
-_OF_PROCESS = ("_snapshot", "_held", "_changed", "_copied", "_pass", "_watch")
+__all__ = ["DatasetProxy"]
 
 T = TypeVar("T")
-V = TypeVar("V")
-
-
-class Own(Generic[V]):
-    """An attribute of a cached dataset, kept in the dict ``_own`` of its ``__dict__``.
-
-    MONAI's loader seeds random transforms by walking through all attributes of a dataset, and of what these
-    hold, each with the next seed. It does not look into dicts: so it finds the user's dataset alone, and
-    seeds what it would seed without a cache.
-    """
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, holder: Any, owner: type) -> V:
-        try:
-            return holder.__dict__["_own"][self._name]  # type: ignore[no-any-return]
-        except KeyError:
-            raise AttributeError(self._name) from None
-
-    def __set__(self, holder: Any, value: V) -> None:
-        holder.__dict__.setdefault("_own", {})[self._name] = value
 
 
 class DatasetProxy(Dataset[T], Generic[T]):
     """An object in place of the user's dataset."""
 
+    __slots__ = ("_arguments", "_epoch", "_set_since")
     _dataset: Any
-    _arguments = Own[CacheArguments]()
-    _snapshot = Own[Snapshot]()
-    _held = Own["HeldAttributes | None"]()  # since a method was looked up
-    _changed = Own["str | None"]()  # the attribute that a method has set
-    _epoch = Own[int]()
+    _arguments: CacheArguments
+    _epoch: int
+    _set_since: SetSince
 
     def __init__(self, dataset: Any, arguments: CacheArguments) -> None:
-        self._dataset = dataset
-        self._arguments = arguments
-        self._epoch = 0
-        self._take_snapshot()
+        self._dataset, self._arguments, self._epoch = dataset, arguments, 0
+        self._set_since = SetSince(dataset, arguments.transform)
 
     @property
     def dataset(self) -> Any:
@@ -77,18 +49,6 @@ class DatasetProxy(Dataset[T], Generic[T]):
     @property
     def epoch(self) -> int:
         return self._epoch
-
-    def _take_snapshot(self) -> None:
-        """Compare with the transforms and attributes that the dataset has now."""
-        self._snapshot = Snapshot(self._dataset, self._arguments.transform)
-        self._held = self._changed = None
-
-    def _set_by_method(self) -> str | None:
-        """The attribute that one of the dataset's methods has set, as far as it was looked up here."""
-        if self._held is not None:
-            held, self._held = self._held, None
-            self._changed = self._changed or held.changed()
-        return self._changed
 
     def _attribute_was_set(self, name: str) -> None:
         """Make anew what is cached, as this attribute of the dataset was set."""
@@ -107,12 +67,12 @@ class DatasetProxy(Dataset[T], Generic[T]):
         if name.startswith("_") or "_dataset" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         value = getattr(self._dataset, name)
-        if self._held is None and inspect.ismethod(value) and value.__self__ is self._dataset:
-            self._held = HeldAttributes(self._dataset)
+        if inspect.ismethod(value) and value.__self__ is self._dataset:
+            self._set_since.method_was_looked_up()
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        own = any(isinstance(vars(cls).get(name), Own) for cls in type(self).__mro__)
+        own = any(name in vars(cls).get("__slots__", ()) for cls in type(self).__mro__)
         if own or name == "_dataset" or name.startswith("__"):
             object.__setattr__(self, name, value)
             return
@@ -127,11 +87,3 @@ class DatasetProxy(Dataset[T], Generic[T]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._dataset!r})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        own = {name: value for name, value in self.__dict__["_own"].items() if name not in _OF_PROCESS}
-        return {**self.__dict__, "_own": own}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _own=dict(state["_own"]))
-        self._take_snapshot()

@@ -59,7 +59,7 @@ from hotset.determinism.objects.safe_access import (
     set_attribute,
 )
 
-__all__ = ["Change", "HeldAttributes", "Room", "datasets_in"]
+__all__ = ["Difference", "HeldAttributes", "Room", "datasets_in"]
 
 Counts = Callable[[Any, str], bool]
 
@@ -187,7 +187,7 @@ class _Seen(NamedTuple):
                 each.put_back()
 
 
-class Change(NamedTuple):
+class Difference(NamedTuple):
     """An attribute that is another now than it was.
 
     Attributes:
@@ -253,7 +253,7 @@ class HeldAttributes:
         >>> dataset.file = "an open file"
         >>> dataset.read.append(7)
         >>> dataset.box["size"][0] = 5
-        >>> held.changed(), held.moved()
+        >>> held.changed().name, held.moved()
         ('file', ['SimpleNamespace.file', 'SimpleNamespace.read', 'SimpleNamespace.box'])
         >>> held.put_back()
         >>> dataset
@@ -312,12 +312,8 @@ class HeldAttributes:
             for each in seen.values():
                 each.put_back()
 
-    def changed(self) -> str | None:
-        """The name of an attribute that is another now; None if all are what they were."""
-        return next((each.name for each in self._differing() if not each.is_computed), None)
-
-    def changed_content(self, *, shared: bool = False) -> Change | None:
-        """An attribute that is another now.
+    def changed(self, *, shared: bool = False) -> Difference | None:
+        """An attribute that is another now; None if all are what they were.
 
         Args:
             shared: only one whose change running workers see.
@@ -329,11 +325,11 @@ class HeldAttributes:
         """All attributes that are others now, each as ``class.name``."""
         return [str(each) for each in self._differing()]
 
-    def _differing(self) -> Iterator[Change]:
+    def _differing(self) -> Iterator[Difference]:
         for owner, held, seen, _ in self._held:
             kind, now = type(owner).__name__, attributes_of(owner)
             if now is None:  # it does not show them any more
-                yield Change(kind, "__dict__", False)
+                yield Difference(kind, "__dict__", False)
                 continue
             for name in {**held, **now}:
                 if name not in held and not self._counts(owner, name):
@@ -343,7 +339,7 @@ class HeldAttributes:
                 is_set = not (name in held and name in now and _same(now[name], held[name]))
                 if is_set or (name in seen and not seen[name].is_as_it_was()):
                     is_computed = is_set and _is_computed(owner, name, held.get(name))
-                    yield Change(kind, name, name in seen and seen[name].is_shared(), is_computed)
+                    yield Difference(kind, name, name in seen and seen[name].is_shared(), is_computed)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -34,6 +34,7 @@ from hotset.dataset.audit import Audit
 from hotset.dataset.pipeline import Source
 from hotset.dataset.plan import Plan
 from hotset.dataset.source_reader import NotingReader, SourceReader
+from hotset.dataset.stats import Stats, stats_of
 from hotset.determinism.declare import declared
 from hotset.determinism.draws.draw_watch import DrawWatch
 from hotset.errors import SegmentError
@@ -331,6 +332,16 @@ class SampleAccess:
             return 0, self.uncached
         sums = store.segment.slots.sum(axis=0).tolist()
         return sums[Slot.HITS] + sums[Slot.PEER_HITS], sums[Slot.MISSES]
+
+    def stats(self) -> Stats:
+        """What the cache holds and has served, over all processes."""
+        window, store, used = self.window, self.store, self.plan.used
+        replaced = window.cursor() if window is not None else 0
+        if store is None:
+            return Stats(0, used, 0, 0, 0, self.uncached, 0.0, replaced=replaced)
+        entries = window.entries(None) if window is not None else None
+        peers = self.remote.traffic() if self.remote is not None else {}
+        return stats_of(store, used, entries, peers, replaced)
 
     def stored(self) -> int:
         """How many samples all processes have stored so far."""

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import ConcatDataset, Subset
 
-from hotset.dataset.cached_dataset import CachedDataset, current_of, followed
+from hotset.dataset.cached_dataset import CachedDataset, cache_of, current_of
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.streams.cached_stream import CachedStream, passes_of
 from hotset.errors import ArgumentError
@@ -72,7 +72,7 @@ class Route:
             ArgumentError: a transform, or another attribute, was set since.
         """
         for cached, current in zip(self.caches, self._begun_with, strict=True):
-            if followed(cached) is not current:
+            if cache_of(cached).at_use(in_pass=True) is not current:
                 raise ArgumentError(
                     f"{current.plan.name} was given another transform or attribute in the midst of a pass, "
                     "whose batches are made ahead; begin a new pass: iter(loader)."

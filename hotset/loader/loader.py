@@ -36,7 +36,8 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from hotset._warnings import warn
 from hotset.dataset.active_window import ActiveWindow
-from hotset.dataset.cached_dataset import current_of, fill_for_workers, pass_begins
+from hotset.dataset.cached_dataset import cache_of, current_of
+from hotset.dataset.current_cache import pass_begins
 from hotset.dataset.planning.lost_threads import has_threads
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.streams.cached_stream import CachedStream, followed_passes, passes_of
@@ -148,7 +149,7 @@ class DataLoader(TorchDataLoader[T]):
         route = route_to(self.dataset)
         caches = route.caches if route is not None else []
         running = self._inner is not None or self._iterator is not None
-        with pass_begins(caches, running=running, persistent=self.persistent_workers):
+        with pass_begins([*map(cache_of, caches)], running=running, persistent=self.persistent_workers):
             self._follow_caches([current_of(cached) for cached in caches], running=running)
             return self._next_or_saved(saved)
 
@@ -200,7 +201,7 @@ class DataLoader(TorchDataLoader[T]):
         run.describe(self._header(), under_way=True)
         if route is not None and self.num_workers:
             for cached in route.caches:
-                fill_for_workers(cached)
+                cache_of(cached).fill_for_workers()
         if route is None:
             size = self.batch_size or 1
             batches_of_torch = self._torch_iterator()

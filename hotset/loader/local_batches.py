@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hotset.dataset.cached_dataset import batches_made_here, pass_ends
+from hotset.dataset.cached_dataset import cache_of
 from hotset.dataset.pipeline import SampleStopped, stopped
 from hotset.loader.batch_builder import BatchBuilder, LocalGather
 from hotset.loader.batch_order import BatchOrder
@@ -110,7 +111,7 @@ class LocalBatches:
         self._readahead: HelperThread[None] = HelperThread("hotset-fetch")
         self._longest = _LONGEST_RUN_OF_A_DISK if route.spills else _LONGEST_RUN
         for cached in route.caches:
-            batches_made_here(cached, self)
+            cache_of(cached).pass_of = weakref.ref(self)
 
     def __iter__(self) -> LocalBatches:
         return self
@@ -145,7 +146,7 @@ class LocalBatches:
 
     def _reading_ends(self) -> None:
         for cached in self._route.caches:
-            pass_ends(cached)
+            cache_of(cached).changes.pass_ended()
 
     def _hand_over(self, samples: int, start: float) -> None:
         self._order.top_up()

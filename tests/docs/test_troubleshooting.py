@@ -34,12 +34,12 @@ COMPOSED: dict[tuple[str, str], tuple[str, ...]] = {
         "dataset/streams/probe.py:_order_warning",
     ),
     ("cli/doctor.py", "doctor"): ("cli/doctor.py:_no_loader",),
-    ("dataset/cached_dataset.py", "CachedDataset._read_uncached"): (),
-    ("dataset/cached_dataset.py", "CachedDataset._follow_content"): (
-        "dataset/cached_dataset.py:CachedDataset._has_changed",
+    ("dataset/current_cache.py", "CurrentCache._read_uncached"): (),
+    ("dataset/current_cache.py", "CurrentCache._follow_content"): (
+        "dataset/current_cache.py:CurrentCache._has_changed",
     ),
-    ("dataset/cached_dataset.py", "CachedDataset._make_anew"): (
-        "dataset/cached_dataset.py:CachedDataset._has_changed",
+    ("dataset/current_cache.py", "CurrentCache._cache_anew"): (
+        "dataset/current_cache.py:CurrentCache._has_changed",
     ),
     ("dataset/fill_now.py", "fill_now"): (),
     ("memoize/calls.py", "Calls._tell"): (),

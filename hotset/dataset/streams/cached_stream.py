@@ -25,8 +25,9 @@ from torch.utils.data import DataLoader, get_worker_info
 from hotset._progress import filling_bar
 from hotset._warnings import warn
 from hotset.dataset.arguments import CacheArguments
-from hotset.dataset.cached_dataset import Make, current_of
-from hotset.dataset.dataset_proxy import DatasetProxy, Own
+from hotset.dataset.cached_dataset import current_of
+from hotset.dataset.current_cache import Make
+from hotset.dataset.dataset_proxy import DatasetProxy
 from hotset.dataset.fill_now import require_worker_count
 from hotset.dataset.parent_death import parent_death_signal
 from hotset.dataset.plan import Plan
@@ -71,8 +72,9 @@ class CachedStream(DatasetProxy[T]):
         (True, 6, 16)
     """
 
-    _make = Own[Make]()
-    _passes = Own[StreamPasses]()
+    __slots__ = ("_make", "_passes")
+    _make: Make
+    _passes: StreamPasses
 
     def __init__(self, stream: Any, arguments: CacheArguments, make: Make) -> None:
         super().__init__(stream, arguments)
@@ -89,9 +91,9 @@ class CachedStream(DatasetProxy[T]):
 
     def _follow(self) -> None:
         """Record anew if a transform or an attribute was set on the stream itself, or by a method."""
-        by_method = self._set_by_method()
-        if not self._snapshot.is_current() or by_method is not None:
-            self._attribute_was_set(by_method or "transform")
+        name = self._set_since.name()
+        if name is not None:
+            self._attribute_was_set(name)
         elif (change := self._passes.change()) is not None and not is_hugging_face(self._dataset):
             name = self._passes.name
             order = (
@@ -106,7 +108,7 @@ class CachedStream(DatasetProxy[T]):
     def _attribute_was_set(self, name: str) -> None:
         if get_worker_info() is None:
             self._passes.cached.close()
-            self.__dict__.update(CachedStream(self._dataset, self._arguments, self._make).__dict__)
+            CachedStream.__init__(self, self._dataset, self._arguments, self._make)
 
     # ---- samples -------------------------------------------------------------------------------------
 

@@ -25,9 +25,10 @@ import numpy as np
 
 from hotset._warnings import Warner, warn
 from hotset.dataset.arguments import CacheArguments
-from hotset.dataset.cached_dataset import CachedDataset, Make, current_of
+from hotset.dataset.cached_dataset import CachedDataset, current_of
 from hotset.dataset.content_watch import Comparing
-from hotset.dataset.held_attributes import Change, HeldAttributes, Room
+from hotset.dataset.current_cache import Make
+from hotset.dataset.held_attributes import Difference, HeldAttributes, Room
 from hotset.dataset.streams.probe import may_reorder
 from hotset.dataset.streams.recording import StreamRecording, StreamRest
 from hotset.dataset.streams.source import StreamSource
@@ -221,10 +222,10 @@ class StreamPasses:
             )
         )
 
-    def change(self) -> Change | None:
+    def change(self) -> Difference | None:
         """An attribute that samples may depend on, and that has changed since the stream was recorded."""
         held = self._held
-        return self._comparing.run(held.changed_content) if held is not None else None
+        return self._comparing.run(held.changed) if held is not None else None
 
     def ended(self) -> None:
         """Warn of what a pass that has reached its end could not record."""

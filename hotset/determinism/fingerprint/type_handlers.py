@@ -242,7 +242,7 @@ def _buffer(to: Describer, buffer: Any) -> None:
 def _cached(to: Describer, cached: Any) -> None:
     """Describe a cached dataset by its source, as both give the same samples."""
     to.put(b"H")
-    to.add(cached.dataset, cached._current.source)
+    to.add(cached.dataset, cached._cache.access.source)
 
 
 # ---- arrays ----------------------------------------------------------------------------------------------

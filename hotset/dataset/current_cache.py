@@ -1,0 +1,253 @@
+"""The current cache of a dataset: what its samples are read by, replaced as a whole once it has changed.
+
+The cached samples are those of the dataset as it was. :class:`~hotset.dataset.changes.Changes` tells what has
+changed of it. What follows is decided here, by the first of these lines that is true:
+
+================================================================  ============================================
+a loader's worker notices it                                      it reads its dataset, as it is there
+the cached dataset is closed                                      samples come from the source
+a ``key=`` names what was cached                                  the same, with a warning
+content, and running workers have the dataset as it was           nothing until they end, but no more audits
+content that they share, so that they have it as it is            no process is served any more; a warning
+content that had changed before, and its cache has not paid:      samples come from the source, with a warning
+it has served no epoch
+any other                                                         a new plan and cache, by the same arguments;
+                                                                  if that fails, the same
+================================================================  ============================================
+
+So sizes that grow every few epochs are followed, and a counter of epochs is followed once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.data import get_worker_info
+
+from hotset._warnings import warn
+from hotset.dataset.arguments import CacheArguments
+from hotset.dataset.attachment import Attachment
+from hotset.dataset.changes import Change, Changes, SetSince
+from hotset.dataset.fill_now import fill_now
+from hotset.dataset.held_attributes import HeldAttributes
+from hotset.dataset.identity import Identity
+from hotset.dataset.pipeline import Pipeline, Source
+from hotset.dataset.sample_access import SampleAccess
+from hotset.determinism.objects.safe_access import has
+
+__all__ = ["CurrentCache", "Make", "pass_begins"]
+
+# Caches a dataset with the arguments of hotset.cache; told whether that is done again. It pickles.
+Make = Callable[[Any, CacheArguments, bool], SampleAccess]
+
+
+class CurrentCache:
+    """What the samples of a dataset are read by, which follows what changes of the dataset. It pickles.
+
+    Attributes:
+        access: it, as it is now; another object once samples are cached anew.
+        make: makes it.
+        pass_of: this process is in the midst of a loader's pass while that is alive.
+        workers_keep: whether that pass is read by workers that have the dataset as it was.
+    """
+
+    pass_of: weakref.ref[Any] | None = None
+    workers_keep = False
+    _is_closed = False
+
+    def __init__(self, dataset: Any, arguments: CacheArguments, make: Make, set_since: SetSince) -> None:
+        self._dataset, self._arguments, self.make, self._set_since = dataset, arguments, make, set_since
+        self._followed: set[str] = set()  # of what content samples were cached anew
+        self._use(make(dataset, arguments, False))
+
+    def _use(self, access: SampleAccess) -> None:
+        """Read samples by this from now on; it is of the dataset as it is now."""
+        self.access = access
+        self.changes = Changes(self._arguments, access, self._set_since)
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether this process is in the midst of a loader's pass."""
+        return self.pass_of is not None and self.pass_of() is not None
+
+    # ---- when changes are asked for ------------------------------------------------------------------
+
+    def at_use(self, *, in_pass: bool = False) -> SampleAccess:
+        """What samples are read by, at a use of the cached dataset."""
+        change = self.changes.at_use(in_pass=in_pass)
+        if change is not None:
+            self._follow(change)
+        return self.access
+
+    def as_pass_begins(self) -> SampleAccess:
+        """The same as a pass begins."""
+        self._follow(self.changes.as_pass_begins(workers_keep=self.workers_keep))
+        return self.access
+
+    def attribute_was_set(self, name: str) -> None:
+        """Follow that this attribute of the dataset was set on the cached dataset."""
+        self._follow(self.changes.was_set(name, is_new=True))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Call the dataset's ``set_epoch``, and follow what it has changed."""
+        source = self.at_use().source
+        held = HeldAttributes(self._dataset)
+        # If the chain was cut, samples are read from a copy of the dataset.
+        for dataset in {id(known): known for known in (self._dataset, source.dataset)}.values():
+            if has(dataset, "set_epoch"):
+                dataset.set_epoch(epoch)
+        in_pass, workers_keep = self.in_pass, self.workers_keep
+        self._follow(self.changes.by_set_epoch(held, in_pass=in_pass, workers_keep=workers_keep))
+        if self.access.window is not None:
+            self.access.window.announce(epoch)
+
+    def fill_for_workers(self) -> None:
+        """Cache, in this process, what a network on a device computes: worker processes must not use it."""
+        if self.access.device is not None:
+            fill_now(self.at_use(), sys.stderr.isatty(), 0)
+
+    # ---- what follows --------------------------------------------------------------------------------
+
+    def _follow(self, change: Change | None) -> None:
+        """Decide what follows of a change, if there is one: see the table above."""
+        if change is None:
+            return
+        what, key = change.what, self._arguments.key
+        if get_worker_info() is not None:
+            # If it is not new, the main process notices it as its next pass begins.
+            sentence = f"{what} was set in a loader's worker, so this worker reads its samples uncached."
+            self._read_uncached(sentence if change.is_new else None)
+        elif self._is_closed:
+            self._read_uncached(None)
+        elif key is not None:
+            self._read_uncached(
+                f'{what} {change.event}, but key="{key}" names what was cached before, so samples '
+                "come from the source; change it before you call hotset.cache, with another key."
+            )
+        elif change.is_content:
+            self._follow_content(change)
+        else:
+            self._cache_anew(change, self.access.stats().cached)
+
+    def _follow_content(self, change: Change) -> None:
+        if self.workers_keep and not change.is_shared:
+            self.access.leave_off_audits()
+            return
+        what, stats, store = change.what, self.access.stats(), self.access.any_store
+        if change.is_shared and store is not None:
+            store.invalidate()
+        if self.workers_keep:
+            self.changes.ignore_content()
+            warn(self._has_changed(change))
+        elif what in self._followed and stats.hits < max(stats.cached, 1):
+            self._read_uncached(self._has_changed(change, " again before its cache has served an epoch"))
+        else:
+            self._followed.add(what)
+            self._cache_anew(change, stats.cached)
+
+    @staticmethod
+    def _has_changed(change: Change, again: str = "") -> str:
+        return (
+            f"{change.what} has changed{again}, and samples may depend on it, so they come from the source "
+            f"from now on. Move what depends on it to transform=[...], or {change.advice}."
+        )
+
+    def _cache_anew(self, change: Change, dropped: int) -> None:
+        """Make another plan and cache, unless it is the same cache, or none can be made.
+
+        Args:
+            dropped: how many samples were cached.
+        """
+        old, what, event = self.access, change.what, change.event
+        try:
+            pipeline = Pipeline.of(self._dataset, self._arguments.transform)
+            alike = Identity.of(pipeline, self._arguments).lookup_key == old.lookup_key
+            if alike and change.is_content:  # a cache that it would find again holds other samples
+                self._read_uncached(self._has_changed(change))
+                return
+            if not alike:  # free the old cache's memory for the new one
+                old.close()
+            current = self.make(self._dataset, self._arguments, True)
+        except Exception as error:
+            self._read_uncached(f"{what} {event}, and samples come from the source: {error}")
+            return
+        old.close()
+        note = f"this plan was made again after {what} {event}"
+        current.plan = replace(current.plan, notes=(*current.plan.notes, note))
+        self._use(current)
+        self._resume_window(old)
+        if dropped and not alike and change.advice is not None:
+            advice = f"; {change.advice}" if change.advice else ""
+            warn(
+                f"{what} {event}, and samples may depend on it, so {dropped:,} cached samples were dropped, "
+                f"and samples are cached anew{advice}."
+            )
+
+    def _resume_window(self, old: SampleAccess) -> None:
+        """Continue the window at the old window's position."""
+        before, now = old.window, self.access.window
+        if before is None or now is None or before.position.epoch < 0 or before.sizes != now.sizes:
+            return
+        now.go_to(before.position)
+
+    def _read_uncached(self, why: str | None) -> None:
+        """Read all samples from the dataset as it is now, uncached."""
+        old = self.access
+        pipeline = Pipeline.of(self._dataset, self._arguments.transform)
+        source = Source(pipeline.dataset, (), (), pipeline.given, stores=False)
+        nowhere = Attachment(None, None, old.plan.name)
+        window = old.window.reading(source.read, nowhere) if old.window is not None else None
+        rows = tuple(row._replace(cached=False) for row in old.plan.rows[:1])
+        samples = old.plan.samples if window is not None else len(self._dataset)
+        warnings = (why,) if why is not None else ()
+        plan = replace(old.plan, rows=rows, samples=samples, sample_bytes=0, warnings=warnings)
+        self._use(SampleAccess(source, plan, nowhere, window, None, old.lookup_key))
+        old.close()
+        if why is not None:
+            warn(why)
+
+    def close(self) -> None:
+        """Detach from the cache; samples then come from the source."""
+        self._is_closed = True
+        self.changes.ignore_content()
+        self.access.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.as_pass_begins()  # torch's loader pickles it for its workers before it asks for len()
+        names = ("_dataset", "_arguments", "make", "_set_since", "access", "_is_closed")
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _followed=set())
+        self._use(self.access)
+
+
+@contextlib.contextmanager
+def pass_begins(caches: Sequence[CurrentCache], *, running: bool, persistent: bool) -> Iterator[None]:
+    """Begin a loader's pass: what was set counts from here on, even in the midst of an earlier pass.
+
+    Until the context ends it is beginning: samplers ask for the length meanwhile, and to compare again each
+    time what the dataset holds took 20 ms.
+
+    Args:
+        running: whether the loader's workers run already, and have the dataset as it was.
+        persistent: whether those that it starts now will run in its next pass.
+    """
+    beginning = _Beginning()
+    try:
+        for cache in caches:
+            cache.pass_of, cache.workers_keep = None, running
+            cache.as_pass_begins()
+            cache.pass_of, cache.workers_keep = weakref.ref(beginning), persistent
+        yield
+    finally:
+        del beginning
+
+
+class _Beginning:
+    """A pass that begins is this, until this process makes its batches."""
