@@ -41,6 +41,7 @@ from sources import Counting, ReadLog, Samples
 from stores import attached
 
 import hotset
+import hotset.dataset.build  # as `hotset.cache` would in each child
 from hotset.cluster import batch_fetch as errand
 from hotset.cluster import membership as roster
 from hotset.cluster import node, sockets
@@ -58,7 +59,7 @@ from hotset.store import fill
 from hotset.store.format import PRESENT
 
 SESSION = "shared"
-BEAT = 0.05
+BEAT, SHORTLY = 0.05, 0.02
 MIB = 1 << 20
 SOON = 120.0
 # Seconds that no test lasts: what waits for so long waits for ever.
@@ -610,6 +611,7 @@ def town(
 def _stop_clocks(patch: pytest.MonkeyPatch, lease: float) -> None:
     """Have nothing in the children depend on how fast they are: they inherit what is set here."""
     patch.setattr(node, "BEAT_SECONDS", BEAT)
+    patch.setattr(node, "_JOIN_SECONDS", SHORTLY)
     patch.setattr(node, "Member", partial(Member, patience=NEVER))
     patch.setattr(sockets, "_HEARTBEAT", 0)
     patch.setattr(sockets, "_HANDSHAKE", 0)
@@ -617,6 +619,7 @@ def _stop_clocks(patch: pytest.MonkeyPatch, lease: float) -> None:
     patch.setattr(errand, "PATIENCE", lease)
     patch.setattr(fill, "_PATIENCE_SECONDS", NEVER)
     patch.setattr(joining, "_READY_SECONDS", SOON)
+    patch.setattr(joining, "_LOOK_SECONDS", SHORTLY)
     patch.setattr(neighbours, "_CLEAR_SECONDS", 2 * NEVER)
     patch.setattr(tally, "_PATIENCE", NEVER)
     patch.setattr(roster, "_LOOK_SECONDS", 0.0)  # who is there is known at once

@@ -45,6 +45,7 @@ from hotset.store.store import Store
 __all__ = ["Node", "find_or_make", "fingerprint_of"]
 
 BEAT_SECONDS = 1.0
+_JOIN_SECONDS = 0.2  # between heartbeats until it knows of the others
 _TTL = 3600.0
 # Characters of a host's name: with what is drawn behind it, as many as a row of the statistics file has.
 _LONGEST = 39
@@ -174,7 +175,7 @@ class Node:
                     failed.append(_described(error))
             self.trouble = "; ".join(failed)
             if self._membership is None:
-                self._stop.wait(0.2)
+                self._stop.wait(_JOIN_SECONDS)
 
     def _is_there(self) -> bool:
         """Whether the session exists; takes over its new size if it was resized."""

@@ -24,6 +24,7 @@ from hotset.session.sessions import find
 
 __all__ = ["Joined", "join", "sessions", "status", "stop"]
 
+_LOOK_SECONDS = 0.1
 _JOIN_SECONDS = 60.0
 _PLAN_SECONDS = 120.0
 _READY_SECONDS = 20.0
@@ -84,7 +85,7 @@ class Joined:
         while found is False and time.monotonic() < deadline:
             found = _answer(self._directory, "plan", meeting, self._who)
             if found is False:
-                time.sleep(0.1)
+                time.sleep(_LOOK_SECONDS)
         try:
             yield found if isinstance(found, Described) else None
         finally:
@@ -129,7 +130,7 @@ class Joined:
             known = read_membership(self.number) is not None
             if known and lacking == 0:
                 return None
-            time.sleep(0.1)
+            time.sleep(_LOOK_SECONDS)
         if lacking is None:
             return "the directory of the session does not answer"
         if not known:
@@ -186,7 +187,7 @@ def join(address: str, session: str, memory: int | None) -> Joined:
                 return joined
         with contextlib.suppress(Exception):
             why = ray.get(handle.why.remote(here), timeout=ANSWER_SECONDS) or why
-        time.sleep(0.1)
+        time.sleep(_LOOK_SECONDS)
     if alone:
         ray.shutdown()
     raise ClusterError(f"session {session!r} has no node on this machine: {why}.")
