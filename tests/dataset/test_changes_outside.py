@@ -39,6 +39,22 @@ def gain(value: torch.Tensor) -> torch.Tensor:
     return value + GAIN["all"]
 
 
+def _enclosing(number: int) -> tuple[Callable[[Any], Any], Callable[[int], None], dict[str, int]]:
+    table = {"all": number}
+
+    def added(value: torch.Tensor) -> torch.Tensor:
+        return value + number * table["all"]
+
+    def become(other: int) -> None:
+        nonlocal number
+        number = other
+
+    return added, become, table
+
+
+added, become, enclosed_table = _enclosing(1)
+
+
 class Chain:
     """As users write it; hotset does not know what is in it."""
 
@@ -64,7 +80,7 @@ class Base(Dataset[Any]):
 
 class Outside(Base):
     def __init__(self) -> None:
-        self.transform = Chain(Scale(), gain)
+        self.transform = Chain(Scale(), gain, added)
 
     def __len__(self) -> int:
         return N
@@ -96,6 +112,8 @@ CHANGES: dict[str, Callable[[], None]] = {
     "an attribute of a transform's class": _set(Scale, "factor", 9),
     "an attribute of a base class": _set(Base, "shift", 4),
     "what a function in a chain reads": lambda: GAIN.update(all=4),
+    "a variable of an enclosing function": lambda: become(6),
+    "what a variable of an enclosing function holds": lambda: enclosed_table.update(all=3),
     "a method": _set(Outside, "extra", lambda self: 8),
 }
 
@@ -109,6 +127,8 @@ def _put_back() -> Iterator[None]:
     globals().update(before)
     OPTIONS.size, TABLE["gains"], GAIN["all"] = 1, [1, 2], 1
     KNOWN.clear()
+    become(1)
+    enclosed_table["all"] = 1
     for owner, name, value in attributes:
         setattr(owner, name, value)
 

@@ -1,16 +1,17 @@
-"""Names outside of a dataset that its code uses: globals of modules, and attributes of classes.
+"""Names outside of a dataset that its code uses: globals, attributes of classes, variables of closures.
 
 ``settings.SIZE = 64`` and ``Augment.strength = 2`` change what code does without changing any object that a
-dataset holds. Each module and class of the user's is given as an object whose attributes are these names, as
-they stand for something now, so that they can be compared like attributes of a dataset.
+dataset holds, and so does a new value of an enclosing function's variable. Each module, class and closure of
+the user's is given as an object whose attributes are these names, as they stand for something now, so that
+they can be compared like attributes of a dataset.
 
-A global that the code itself binds (``global count; count += 1``) is its own state, and does not count.
+A name that the code itself binds (``global count; count += 1``) is its own state, and does not count.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from hotset.determinism.objects.bindings import bound_by
@@ -21,23 +22,24 @@ __all__ = ["outer_names"]
 
 
 def outer_names(code: Iterable[Any], classes: Iterable[type]) -> list[Any]:
-    """The modules and classes, each as an object with the names that are used of it.
+    """The modules, classes and closures, each as an object with the names that are used of it.
 
     Args:
         code: functions, and classes whose attributes they may read; anything else is left out.
         classes: more of these; the bases of all count as well.
     """
     found: dict[int, tuple[Any, set[str]]] = {}
-    named, kinds = set[str](), list(classes)
+    named, kinds, closures = set[str](), list(classes), list[Any]()
     for each in code:
         if issubclass(type(each), type):
             kinds.append(each)
         elif type(each) is types.FunctionType and is_users(each):
             named |= names_in(each.__code__)
             _add_globals(found, each)
+            closures += _closure(each)
     shown = [_shown(str(names.get("__name__")), names, used) for names, used in found.values()]
     users = {base for each in kinds if not is_opaque(each) for base in each.__mro__ if is_users(base)}
-    return [*shown, *(_shown(each.__name__, vars(each), named) for each in users)]
+    return [*shown, *closures, *(_shown(each.__name__, vars(each), named) for each in users)]
 
 
 def _add_globals(found: dict[int, tuple[Any, set[str]]], function: types.FunctionType) -> None:
@@ -60,10 +62,31 @@ def _add(found: dict[int, tuple[Any, set[str]]], names: Any, name: str) -> None:
         found.setdefault(id(names), (names, set()))[1].add(name)
 
 
+def _closure(function: types.FunctionType) -> list[Any]:
+    """The variables of enclosing functions that a function reads; nothing if there are none."""
+    code, bound = function.__code__, bound_by(function.__code__)
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    read = {name: cell for name, cell in cells if name not in bound}
+    if not read:
+        return []
+    title = function.__qualname__.rpartition("<locals>.")[2]
+    return [
+        _titled(title, lambda: {name: cell.cell_contents for name, cell in read.items() if _is_set(cell)})
+    ]
+
+
+def _is_set(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
 def _shown(title: str, names: Any, used: set[str]) -> Any:
     """An object, of a class with this title, whose ``__dict__`` has these names of another one."""
+    return _titled(title, lambda: {name: names[name] for name in sorted(used) if name in names})
 
-    def held(_: object) -> dict[str, Any]:
-        return {name: names[name] for name in sorted(used) if name in names}
 
-    return type(title, (), {"__slots__": (), "__dict__": property(held)})()
+def _titled(title: str, held: Callable[[], dict[str, Any]]) -> Any:
+    """An object, of a class with this title, whose ``__dict__`` is what a function returns."""
+    return type(title, (), {"__slots__": (), "__dict__": property(lambda _: held())})()
