@@ -19,7 +19,7 @@ import contextlib
 import copy
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import numpy as np
 import torch
@@ -274,6 +274,10 @@ class CachedDataset(DatasetProxy[T]):
     def __copy__(self) -> CachedDataset[T]:
         """A cached dataset over a copy of the dataset: what is set on one is not set on the other."""
         return type(self)(copy.copy(self._dataset), self._arguments, self._cache.make)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        self._cache.as_pass_begins()  # torch's loader pickles it for its workers before it asks for len()
+        return super().__reduce_ex__(protocol)
 
 
 class _ByIndex:

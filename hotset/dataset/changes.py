@@ -135,13 +135,15 @@ class Changes:
             return change
         return None
 
-    def as_pass_begins(self, *, workers_keep: bool) -> Change | None:
+    def as_pass_begins(self, *, in_pass: bool, workers_keep: bool) -> Change | None:
         """What counts as a pass begins.
 
         Args:
+            in_pass: in the midst of another pass, for which a new length waits.
             workers_keep: whether it is read by workers that run already, and have the dataset as it was.
         """
-        return self.at_use() or self._of_length() or self._of_content(workers_keep=workers_keep)
+        found = self.at_use() or (None if in_pass else self._of_length())
+        return found or self._of_content(workers_keep=workers_keep)
 
     def by_set_epoch(self, held: HeldAttributes, *, in_pass: bool, workers_keep: bool) -> Change | None:
         """What counts of what the dataset's ``set_epoch`` has changed, since its attributes were ``held``."""

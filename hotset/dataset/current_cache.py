@@ -86,7 +86,8 @@ class CurrentCache:
 
     def as_pass_begins(self) -> SampleAccess:
         """The same as a pass begins."""
-        self._follow(self.changes.as_pass_begins(workers_keep=self.workers_keep))
+        in_pass, workers_keep = self.in_pass, self.workers_keep
+        self._follow(self.changes.as_pass_begins(in_pass=in_pass, workers_keep=workers_keep))
         return self.access
 
     def attribute_was_set(self, name: str) -> None:
@@ -218,7 +219,6 @@ class CurrentCache:
         self.access.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        self.as_pass_begins()  # torch's loader pickles it for its workers before it asks for len()
         names = ("_dataset", "_arguments", "make", "_set_since", "access", "_is_closed")
         return {name: getattr(self, name) for name in names}
 

@@ -8,6 +8,7 @@ import itertools
 import pickle
 import random
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -555,7 +556,14 @@ def test_the_length_of_a_dataset_that_grows_or_shrinks_is_followed_from_the_next
     assert all("the length of Grows changed from 7 to 6" in each for each in words[1:])
 
 
-def test_a_dataset_may_grow_in_the_midst_of_a_pass_whoever_asks_for_its_length() -> None:
+@pytest.mark.parametrize(
+    ("ask", "key"),
+    [(len, None), (lambda loader: pickle.dumps(loader.dataset), "growing")],
+    ids=["len", "pickle"],
+)
+def test_a_dataset_may_grow_in_the_midst_of_a_pass_whoever_asks_for_its_length(
+    ask: Callable[[Any], Any], key: str | None
+) -> None:
     """As a progress bar asks for the loader's."""
 
     def passes(loader: Any, dataset: Any) -> list[Any]:
@@ -565,12 +573,12 @@ def test_a_dataset_may_grow_in_the_midst_of_a_pass_whoever_asks_for_its_length()
                 found.append(batch)
                 if number == 1:
                     dataset.rows.append(torch.full((2,), 7.0))
-                    len(loader)
+                    ask(loader)
         return found
 
     plain, dataset = Grows(), Grows()
     expected = passes(hotset.DataLoader(plain, batch_size=2), plain)
-    with warnings.catch_warnings(), hotset.cache(dataset, memory="1MiB") as cached:
+    with warnings.catch_warnings(), hotset.cache(dataset, memory="1MiB", key=key) as cached:
         warnings.simplefilter("ignore", hotset.HotsetWarning)
         equal_batches(passes(hotset.DataLoader(cached, batch_size=2), dataset), expected)
 
