@@ -103,7 +103,7 @@ class CachedDataset(DatasetProxy[T]):
             raise stopped(error) from None
 
     def _sample(self, index: Any) -> Any:
-        current, number = self._cache.at_use(), _integer(index)
+        current, number = self._cache.at_sample(), _integer(index)
         if number is None:
             self._require_dataset_can_answer(f"dataset[{index!r}]")
             return self._dataset[index]
@@ -137,7 +137,7 @@ class CachedDataset(DatasetProxy[T]):
         return indices_are_its_own and getattr(type(self._dataset), method, None) is not None
 
     def _samples(self, indices: Sequence[Any]) -> list[T]:
-        current = self._cache.at_use()
+        current = self._cache.at_sample()
         numbers = [_integer(index) for index in indices]
         if None in numbers:
             many = getattr(self._dataset, "__getitems__", None)

@@ -1,8 +1,8 @@
 """What has changed of a dataset since it was cached, and whether that counts.
 
 :class:`Changes` is the dataset as it was when it was cached. It is asked for a :class:`Change` at each use of
-the cached dataset (an index, a batch), and as a pass begins (``len()``, pickling for workers, a loader's
-pass), where there is time to compare more:
+the cached dataset (an index, a batch), and as a pass begins (``len()``, pickling for workers, a pass of
+hotset's loader, the first sample in one of torch's), where there is time to compare more:
 
 ==================================================  =======================  ================================
 what has changed                                    is noticed by            and counts

@@ -38,6 +38,7 @@ from hotset.dataset.held_attributes import HeldAttributes
 from hotset.dataset.identity import Identity
 from hotset.dataset.pipeline import Pipeline, Source
 from hotset.dataset.sample_access import SampleAccess
+from hotset.dataset.torch_fetcher import calling_fetcher
 from hotset.determinism.objects.safe_access import has
 
 __all__ = ["CurrentCache", "Make", "pass_begins"]
@@ -59,10 +60,12 @@ class CurrentCache:
     pass_of: weakref.ref[Any] | None = None
     workers_keep = False
     _is_closed = False
+    _has_compared = False  # as a pass began, and no sample was read since
 
     def __init__(self, dataset: Any, arguments: CacheArguments, make: Make, set_since: SetSince) -> None:
         self._dataset, self._arguments, self.make, self._set_since = dataset, arguments, make, set_since
         self._followed: set[str] = set()  # of what content samples were cached anew
+        self._fetchers: weakref.WeakSet[Any] = weakref.WeakSet()  # of the passes of torch's loader so far
         self._use(make(dataset, arguments, False))
 
     def _use(self, access: SampleAccess) -> None:
@@ -84,10 +87,22 @@ class CurrentCache:
             self._follow(change)
         return self.access
 
+    def at_sample(self) -> SampleAccess:
+        """The same as samples are read by index: those of torch's loader may be the first of a pass."""
+        if not self.in_pass and get_worker_info() is None:
+            fetcher = calling_fetcher()
+            if fetcher is not None and fetcher not in self._fetchers:
+                self._fetchers.add(fetcher)
+                if not self._has_compared:
+                    self.as_pass_begins()
+        self._has_compared = False
+        return self.at_use()
+
     def as_pass_begins(self) -> SampleAccess:
         """The same as a pass begins."""
         in_pass, workers_keep = self.in_pass, self.workers_keep
         self._follow(self.changes.as_pass_begins(in_pass=in_pass, workers_keep=workers_keep))
+        self._has_compared = True
         return self.access
 
     def attribute_was_set(self, name: str) -> None:
@@ -223,7 +238,7 @@ class CurrentCache:
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _followed=set())
+        self.__dict__.update(state, _followed=set(), _fetchers=weakref.WeakSet())
         self._use(self.access)
 
 

@@ -21,7 +21,14 @@ import numpy as np
 import pytest
 import torch
 from helpers import all_pairs, equal_batches, rarely, recorded
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 import hotset
 
@@ -117,6 +124,65 @@ def shared_tensor(dataset: Any) -> None:
 
 SHARED = (value, array, raw, event, shared_tensor)
 PRIVATE = (label, weight, nested_object, nested_container, namespace, one_name, one_row, set_directly)
+
+
+class Around(Dataset[Any]):
+    """A dataset of the user's around a cached one."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+
+QUIET: dict[str, Callable[[Any, Any], Any]] = {
+    "weighted": lambda kind, dataset: kind(dataset, 4, sampler=WeightedRandomSampler([1.0] * N, N)),
+    "random subset": lambda kind, dataset: kind(dataset, 4, sampler=SubsetRandomSampler(range(N))),
+    "no batches": lambda kind, dataset: kind(dataset, None, sampler=[3, 5, 7]),
+    "subset": lambda kind, dataset: kind(Subset(dataset, range(2, N)), 4, shuffle=True),
+    "concatenated": lambda kind, dataset: kind(ConcatDataset([dataset, dataset]), 4),
+    "around": lambda kind, dataset: kind(Around(Around(Subset(dataset, range(N)))), 4),
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "loader"),
+    [*((way, "torch") for way in QUIET), *rarely([(way, "hotset") for way in QUIET], ("around", "hotset"))],
+)
+def test_a_pass_in_which_nobody_asks_for_the_length_is_noticed(way: str, loader: str) -> None:
+    plain = Held()
+    held = copy.copy(plain)
+    held.rows, held.config = copy.deepcopy(plain.rows), copy.deepcopy(plain.config)
+    with hotset.cache(held, memory="1MiB") as cached, recorded() as caught:
+        loaders = [QUIET[way](DataLoader, plain), QUIET[way](LOADERS[loader], cached)]
+        for epoch in range(4):
+            if epoch == 2:
+                for dataset in (plain, held):
+                    nested_object(dataset)
+            batches = []
+            for each in loaders:
+                torch.manual_seed(epoch)
+                batches.append(list(each))
+            equal_batches(batches[1], batches[0])
+        assert [str(one.message) for one in caught if "strength has changed" in str(one.message)]
+        assert cached.stats().hits > 0  # of what was cached anew
+
+
+def test_a_change_in_the_midst_of_a_pass_of_torchs_loader_counts_from_the_next_one_on() -> None:
+    with hotset.cache(Held(), memory="1MiB") as cached:
+        loader = DataLoader(Subset(cached, range(N)), 4)
+        before, other = list(loader), iter(loader)
+        got = [next(other)]
+        nested_object(cached.dataset)
+        got += other
+        equal_batches(got, before)
+        with pytest.warns(hotset.HotsetWarning, match="strength has changed"):
+            after = next(iter(loader))
+        equal_batches(after, next(iter(DataLoader(cached.dataset, 4))))
 
 
 def passes(loader: Any, change: Callable[[], None], count: int, *, epochs: int = 2) -> list[list[Any]]:
