@@ -1,9 +1,9 @@
 """Which pass of torch's DataLoader asks for a sample: the one whose fetcher is among the callers.
 
-Without workers, torch's loader tells a dataset nothing as a pass begins: some samplers ask for its length, but
-not ``WeightedRandomSampler``, and none through a ``Subset`` or a dataset of the user's around the cached one.
-Each pass has a fetcher of its own, though, and it is the fetcher that asks for samples. To look for it among
-the callers takes less than a microsecond. (To replace a method of torch's would change the user's program.)
+Without workers, torch's loader tells a dataset nothing as a pass begins: some samplers ask for the length,
+but not ``WeightedRandomSampler``, and none through a ``Subset`` or a dataset of the user's around the cached
+one. Each pass has a fetcher of its own, though, and it is the fetcher that asks for samples. To look for it
+among the callers takes less than a microsecond. (To replace a method of torch's would change the program.)
 """
 
 from __future__ import annotations

@@ -26,7 +26,6 @@ from torch.utils.data import (
     TensorDataset,
     get_worker_info,
 )
-from torchvision.transforms import v2
 
 import hotset
 from hotset.determinism.equality import same
@@ -189,6 +188,8 @@ class Bilevel(Rows):
     """Pictures of one bit a pixel, of which torchvision makes bools whose bytes are 0 and 255."""
 
     def __init__(self, folder: Path) -> None:
+        from torchvision.transforms import v2
+
         super().__init__()
         self.folder, self.transform = folder, v2.Compose([v2.RandomHorizontalFlip(), v2.PILToTensor()])
         for index in range(N):
