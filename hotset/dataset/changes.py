@@ -20,8 +20,9 @@ the same, by the dataset's ``set_epoch``            the same                 at 
 ==================================================  =======================  ================================
 
 A loader's worker compares values once, at its first use: its dataset may have changed before it began. What
-is set on the dataset also reaches the copy of it that is read, whether or not it counts
-(:class:`CopiedAttributes`). What follows from a change, :mod:`hotset.dataset.current_cache` decides.
+is set on the dataset also reaches the copy of it that is read, whether or not it counts, and what reading
+sets on the copy reaches the dataset (:class:`CopiedAttributes`). What follows from a change,
+:mod:`hotset.dataset.current_cache` decides.
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ class Changes:
         self._dataset, self._access, self._name = dataset, access, type(dataset).__name__
         self._set_since = set_since
         self._copied = CopiedAttributes(dataset, access.source.dataset)
+        self._read = CopiedAttributes(access.source.dataset, dataset)
         # Its user says what samples depend on, so that nothing is compared.
         self._is_believed = declared(dataset) == "deterministic" or arguments.key is not None
         is_compared = access.any_store is not None and not isinstance(dataset, StreamSource)
@@ -126,7 +128,7 @@ class Changes:
             in_pass: in the midst of a loader's pass: what a method sets counts from the next one on.
         """
         name = self._set_since.name(in_pass=in_pass)
-        self._copied.follow()
+        self._give_and_take()
         if name is not None:
             return self.was_set(name)
         if self._content is not None and get_worker_info() is not None:
@@ -134,6 +136,14 @@ class Changes:
             self.ignore_content()
             return change
         return None
+
+    def _give_and_take(self) -> None:
+        """Give the copy that is read what was set on the dataset, and the dataset what reading has set there.
+
+        A database that the copy has opened may not be opened once more in this process.
+        """
+        self._copied.follow()
+        self._read.follow()
 
     def as_pass_begins(self, *, in_pass: bool, workers_keep: bool) -> Change | None:
         """What counts as a pass begins.
@@ -185,6 +195,7 @@ class Changes:
 
     def pass_ended(self) -> None:
         """A pass was read here: what reading samples in this process has changed does not count."""
+        self._give_and_take()
         if self._content is not None:
             self._content.pass_ended()
 

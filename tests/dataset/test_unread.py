@@ -124,6 +124,21 @@ def test_an_audit_in_the_main_process_leaves_no_file_open_that_workers_would_sha
         assert len(log.counts()) == 2
 
 
+@pytest.mark.parametrize("loader", [DataLoader, hotset.DataLoader])
+@pytest.mark.parametrize("wrapped", ["itself", "in a Subset", "in a ConcatDataset"])
+def test_what_the_copy_with_a_cut_chain_opens_is_the_datasets_too(
+    wrapped: str, loader: Any, log: ReadLog, path: Path
+) -> None:
+    dataset = Opens(log, path, jittered)
+    with hotset.cache(WRAPPED[wrapped](dataset), memory="1MiB") as cached:
+        log.reset()
+        for _ in range(3):
+            list(loader(cached, batch_size=2))
+            dataset[3]
+        assert log.total() == 1
+        assert cached.stats().cached == N
+
+
 class Appends(Dataset[Any]):
     """Keeps each sample that it has read, and their number."""
 
