@@ -380,7 +380,7 @@ def fast(path):
     return 1
 
 def slow(path):
-    time.sleep(0.002)
+    time.sleep(0.01)
     return 2
 
 def wrapped(function):
@@ -391,7 +391,7 @@ def wrapped(function):
 fast, slow = wrapped(fast), wrapped(slow)
 """
     )
-    for number in range(150):
+    for number in range(100):
         (tmp_path / f"{number}.txt").write_text("text")
     program = (
         PRELUDE
@@ -399,15 +399,15 @@ fast, slow = wrapped(fast), wrapped(slow)
 sys.path.insert(0, sys.argv[1])
 import many
 def values():
-    return sum(many.fast(f"{sys.argv[1]}/{n}.txt") + many.slow(f"{sys.argv[1]}/{n}.txt") for n in range(150))
+    return sum(many.fast(f"{sys.argv[1]}/{n}.txt") + many.slow(f"{sys.argv[1]}/{n}.txt") for n in range(100))
 say([values()])
 child = multiprocessing.get_context("fork").Process(target=lambda: say([values()]))
 child.start(); child.join()
 """
     )
     ours = run(program, str(tmp_path))
-    assert (ours.code, ours.said) == (0, [[450], [450]]), ours.report
+    assert (ours.code, ours.said) == (0, [[300], [300]]), ours.report
     assert calls(ours.report, "many.fast")[1] == 0
-    assert calls(ours.report, "many.slow") == (300, 150)
+    assert calls(ours.report, "many.slow") == (200, 100)
     assert "left alone: many.fast, at least" in ours.report
     assert "to keep what it returns takes longer than that saves" in ours.report

@@ -1201,6 +1201,20 @@ def test_workers_that_were_stopped_for_a_step_go_on_before_the_clocks_rest(
     assert loop["alone"]
 
 
+@pytest.fixture
+def _own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What sleeps takes as long as it says, and all else a microsecond, however busy the machine is."""
+    now = 1000.0
+
+    def elapse(seconds: float = 1e-6) -> float:
+        nonlocal now
+        now += seconds
+        return now
+
+    monkeypatch.setattr(time, "perf_counter", elapse)
+    monkeypatch.setattr(time, "sleep", elapse)
+
+
 class Dear:
     """A batch whose memory takes long to give back."""
 
@@ -1211,6 +1225,7 @@ class Dear:
         time.sleep(2e-3)
 
 
+@pytest.mark.usefixtures("_own_clock")
 def test_a_step_is_measured_without_the_batch_that_it_drops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1230,6 +1245,7 @@ def test_a_step_is_measured_without_the_batch_that_it_drops(
     assert found.step.seconds < 0.5 * found.step_beside
 
 
+@pytest.mark.usefixtures("_own_clock")
 def test_a_batch_is_kept_for_the_next_step_even_if_the_clocks_would_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1250,6 +1266,7 @@ def test_a_batch_is_kept_for_the_next_step_even_if_the_clocks_would_rest(
     assert statistics.quantiles(lengths, n=4)[-1] < 2e-3
 
 
+@pytest.mark.usefixtures("_own_clock")
 def test_what_the_watching_writes_is_no_part_of_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
