@@ -136,7 +136,11 @@ class CurrentCache:
         what, key = change.what, self._arguments.key
         if get_worker_info() is not None:
             # If it is not new, the main process notices it as its next pass begins.
-            sentence = f"{what} was set in a loader's worker, so this worker reads its samples uncached."
+            advice = "" if change.advice is None else f", or, {change.advice}"
+            sentence = (
+                f"{what} was set in a loader's worker, so this worker reads its samples uncached; have the "
+                f"dataset set it itself as it first reads a sample{advice}."
+            )
             self._read_uncached(sentence if change.is_new else None)
         elif self._is_closed:
             self._read_uncached(None)

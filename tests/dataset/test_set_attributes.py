@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import os
 import pickle
 import random
 import warnings
@@ -446,6 +447,41 @@ def test_setting_a_transform_in_mid_pass_is_an_error() -> None:
             with pytest.raises(hotset.errors.ArgumentError, match="begin a new pass"):
                 next(batches)
             assert float(next(iter(loader))[0][1, 0]) == 3.0
+
+
+class OpensFile(Dataset[Any]):
+    """Reads a file that it opens itself, or that a worker's initialization opens."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.file = path, None
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        if self.file is None:
+            self.file = self.path.open("rb", buffering=0)  # type: ignore[assignment]
+        return torch.tensor(list(os.pread(self.file.fileno(), 3, index)))  # type: ignore[attr-defined]
+
+
+def _opens(worker: int) -> None:
+    dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
+    dataset.dataset.file = dataset.path.open("rb", buffering=0)
+
+
+@pytest.mark.parametrize("made_by", LOADERS)
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+def test_a_file_that_a_worker_opens_for_a_declared_dataset_leaves_its_samples_cached(
+    made_by: str, tmp_path: Path
+) -> None:
+    (tmp_path / "bytes").write_bytes(bytes(range(N + 2)))
+    dataset = hotset.deterministic(OpensFile(tmp_path / "bytes"))
+    with hotset.cache(dataset, memory="1MiB") as cached:
+        loader = LOADERS[made_by](cached, batch_size=2, num_workers=2, worker_init_fn=_opens)
+        for _ in range(2):
+            assert torch.cat(list(loader))[:, 0].tolist() == list(range(N))
+        assert cached.stats().misses == N
+        assert cached.stats().hits >= N
 
 
 def test_setting_an_attribute_with_persistent_workers_is_an_error() -> None:
