@@ -60,7 +60,6 @@ class CurrentCache:
     pass_of: weakref.ref[Any] | None = None
     workers_keep = False
     _is_closed = False
-    _has_compared = False  # as a pass began, and no sample was read since
 
     def __init__(self, dataset: Any, arguments: CacheArguments, make: Make, set_since: SetSince) -> None:
         self._dataset, self._arguments, self.make, self._set_since = dataset, arguments, make, set_since
@@ -93,16 +92,13 @@ class CurrentCache:
             fetcher = calling_fetcher()
             if fetcher is not None and fetcher not in self._fetchers:
                 self._fetchers.add(fetcher)
-                if not self._has_compared:
-                    self.as_pass_begins()
-        self._has_compared = False
+                return self.as_pass_begins()
         return self.at_use()
 
     def as_pass_begins(self) -> SampleAccess:
         """The same as a pass begins."""
         in_pass, workers_keep = self.in_pass, self.workers_keep
         self._follow(self.changes.as_pass_begins(in_pass=in_pass, workers_keep=workers_keep))
-        self._has_compared = True
         return self.access
 
     def attribute_was_set(self, name: str) -> None:

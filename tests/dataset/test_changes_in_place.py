@@ -139,12 +139,23 @@ class Around(Dataset[Any]):
         return self.dataset[index]
 
 
+class Deep(Around):
+    """A dataset whose code calls functions of its own before it asks for a sample."""
+
+    def __getitem__(self, index: int) -> Any:
+        return self.after(30, index)
+
+    def after(self, calls: int, index: int) -> Any:
+        return self.after(calls - 1, index) if calls else self.dataset[index]
+
+
 QUIET: dict[str, Callable[[Any, Any], Any]] = {
     "weighted": lambda kind, dataset: kind(dataset, 4, sampler=WeightedRandomSampler([1.0] * N, N)),
     "random subset": lambda kind, dataset: kind(dataset, 4, sampler=SubsetRandomSampler(range(N))),
     "no batches": lambda kind, dataset: kind(dataset, None, sampler=[3, 5, 7]),
     "subset": lambda kind, dataset: kind(Subset(dataset, range(2, N)), 4, shuffle=True),
     "concatenated": lambda kind, dataset: kind(ConcatDataset([dataset, dataset]), 4),
+    "deep": lambda kind, dataset: kind(Deep(dataset), 4),
     "around": lambda kind, dataset: kind(Around(Around(Subset(dataset, range(N)))), 4),
 }
 
@@ -170,6 +181,17 @@ def test_a_pass_in_which_nobody_asks_for_the_length_is_noticed(way: str, loader:
             equal_batches(batches[1], batches[0])
         assert [str(one.message) for one in caught if "strength has changed" in str(one.message)]
         assert cached.stats().hits > 0  # of what was cached anew
+
+
+@pytest.mark.parametrize("use", [len, lambda cached: cached.fill()], ids=["len", "fill"])
+def test_a_change_between_another_use_and_a_pass_is_noticed(use: Callable[[Any], Any]) -> None:
+    with hotset.cache(Held(), memory="1MiB") as cached, recorded() as caught:
+        loader = DataLoader(Subset(cached, range(N)), 4)
+        list(loader)
+        use(cached)
+        nested_object(cached.dataset)
+        equal_batches(list(loader), list(DataLoader(cached.dataset, 4)))
+        assert [str(one.message) for one in caught if "strength has changed" in str(one.message)]
 
 
 def test_a_change_in_the_midst_of_a_pass_of_torchs_loader_counts_from_the_next_one_on() -> None:
