@@ -27,6 +27,7 @@ arrays are dense: a copy of a strided slice need not keep the gaps.
 
 from __future__ import annotations
 
+import array
 import decimal
 import enum
 import hashlib
@@ -56,7 +57,7 @@ Array = npt.NDArray[Any]
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
 _WHOLE = (*_CODE, enum.Enum, PurePath)
 _ORDERED = (list, tuple, deque)
-_PLAIN = frozenset({int, bool, str, bytes, type(None)})
+_PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 _MANY = 1_000  # values that have one digest together: a vocabulary's would take a minute
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Pairs that were compared, or are being, by their ids: a graph of objects has more paths than nodes.
@@ -134,7 +135,14 @@ def _are_equal_plain(a: Any, b: Any) -> bool:
     """Whether two lists or dicts hold the same numbers and texts: tokens, a vocabulary."""
     a, b = _items(a), _items(b)
     kinds = list(map(type, a))
-    return _PLAIN.issuperset(kinds) and kinds == list(map(type, b)) and bool(a == b)
+    if not _PLAIN.issuperset(kinds) or kinds != list(map(type, b)) or a != b:
+        return False
+    return float not in kinds or _floats(a) == _floats(b)  # 0.0 == -0.0
+
+
+def _floats(values: Sequence[Any]) -> bytes:
+    """The bits of the floats among some values."""
+    return array.array("d", [value for value in values if type(value) is float]).tobytes()
 
 
 def _items(node: Any) -> Sequence[Any]:
