@@ -90,10 +90,16 @@ class Audit:
         earned = self._share * (time.monotonic() - self._begun) * processes
         return max(0.0, earned - (spent - self._spent_before))
 
-    def differs(self, cached: Any, index: int) -> str | None:
+    def differs(
+        self, cached: Any, index: int, is_only_reader: Callable[[], bool] = lambda: True
+    ) -> str | None:
         """Compare a cached sample with what the source returns now.
 
         It raises nothing, moves no generator and leaves no file open: training goes on, whatever it finds.
+
+        Args:
+            is_only_reader: whether no other thread reads samples, which may use a file that was opened here,
+                or have opened one meanwhile: then what reading has set stays.
 
         Returns:
             A warning if they differ; None if they are equal, or the sample cannot be read now.
@@ -115,7 +121,8 @@ class Audit:
         except Exception:  # a sample that cannot be read now may be unchanged
             return None
         finally:
-            held.put_back()
+            if is_only_reader():
+                held.put_back()
             self._generators.put(states)
             self.last_seconds = time.monotonic() - begun
             self._budget.spend(self.last_seconds)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +98,7 @@ class SampleAccess:
         if plan.audited and declared(source.dataset) != "deterministic":
             attachment.watch(DrawWatch(source.read_parts))
         self._job = _job_word()  # of the main process, also in its workers
+        self._readers: set[int] = set()  # the threads that have read samples in this process
         self._read_ahead: set[int] = set()  # samples that this process has cached and not used yet
         self._ended = False  # whether the user was warned that the session was destroyed
         self.warn: Callable[..., None] = Warner()
@@ -163,6 +165,7 @@ class SampleAccess:
         if store is None and self.window is None and self._reader.in_groups:
             self.draws = True
             self.uncached += len(ids)
+            self._readers.add(threading.get_ident())
             yield from self._reader.many_whole(ids.tolist())  # the batch, as torch's loader reads it
             return
         failed: dict[int, Exception] = {}
@@ -249,6 +252,7 @@ class SampleAccess:
         store, read = self.store, read or self._read
         if store is None:
             return [], {}
+        self._readers.add(threading.get_ident())
         records: list[RecordBatch] = []
         uncached: dict[int, Any] = {}
         if self.remote is not None:
@@ -316,6 +320,7 @@ class SampleAccess:
 
     def _read_whole(self, sample: int) -> Any:
         """Read a sample in its turn; it may draw, so its chains are not cut."""
+        self._readers.add(threading.get_ident())
         return self._reader.whole(self._index(sample))
 
     @property
@@ -394,11 +399,16 @@ class SampleAccess:
     def _compare(self, number: int, cached: Any, store: Store) -> None:
         """Compare a cached sample with what the source returns now; if they differ, disable the cache."""
         assert self._audit is not None
-        found = self._audit.differs(cached, self._index(number))
+        found = self._audit.differs(cached, self._index(number), self._is_only_reader)
         store.participant.row[Slot.AUDITS] += 1
         store.participant.row[Slot.AUDIT_NS] += int(self._audit.last_seconds * 1e9)
         if found is not None and store.invalidate():
             self.warn(f"{self.plan.name}: {found}")
+
+    def _is_only_reader(self) -> bool:
+        """Whether no other thread that is alive has read samples here."""
+        alive = {each.ident for each in threading.enumerate()}
+        return self._readers & alive <= {threading.get_ident()}
 
     def _audited(self) -> float:
         """Seconds that all processes have spent on audits of this cache."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import threading
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +169,47 @@ def test_an_audit_leaves_what_a_dataset_counts_consistent(kept: int, monkeypatch
             list(loader)
         assert cached.stats().audited > 0
         assert len(dataset.kept) == dataset.number >= kept + N
+
+
+class OpensOnce(Dataset[Any]):
+    """Opens what it reads from at the first read, and then uses it."""
+
+    opened: Any = None
+
+    def __init__(self) -> None:
+        self.between: Callable[[int], Any] | None = None  # called, if it is set, between the two
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        if self.opened is None:
+            self.opened = list(range(N))
+        if self.between is not None:
+            self.between(index)
+        return self.opened[index]
+
+
+def test_an_audit_takes_nothing_from_another_thread_that_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "_SHARE", 1e9)
+    monkeypatch.setattr("hotset.dataset.audit_budget._KEPT_SECONDS", 1e9)
+    dataset, reads, is_audited = OpensOnce(), threading.Event(), threading.Event()
+    others: list[Future[Any]] = []
+    with ThreadPoolExecutor(1) as pool, hotset.cache(dataset, memory="1MiB", key="x") as cached:
+
+        def between(index: int) -> None:
+            if index == 0:  # this is the audit
+                others.append(pool.submit(cached.__getitem__, N - 1))
+                assert reads.wait(60)
+            else:
+                reads.set()
+                assert is_audited.wait(60)
+
+        assert cached[0] == 0
+        dataset.opened, dataset.between = None, between
+        assert cached[0] == 0
+        is_audited.set()
+        assert [other.result() for other in others] == [N - 1]
 
 
 def test_threads_use_what_the_first_read_has_opened(log: ReadLog, path: Path) -> None:
