@@ -17,7 +17,10 @@ from torch.utils.data._utils import fetch
 __all__ = ["calling_fetcher"]
 
 # None in a version of torch that has it elsewhere: then no pass is known by its fetcher.
-_FETCH = getattr(getattr(getattr(fetch, "_MapDatasetFetcher", None), "fetch", None), "__code__", None)
+_FETCH_MAP, _FETCH_ITERABLE = (
+    getattr(getattr(getattr(fetch, f"_{kind}DatasetFetcher", None), "fetch", None), "__code__", None)
+    for kind in ("Map", "Iterable")
+)
 _FARTHEST = 50  # callers in between: of datasets around one another, and what those call
 
 
@@ -25,7 +28,7 @@ def calling_fetcher() -> object | None:
     """The fetcher of torch's loader, in this process, that asks for a sample now; None if none does."""
     frame = sys._getframe(1)
     for _ in range(_FARTHEST):
-        if frame.f_code is _FETCH:
+        if frame.f_code is _FETCH_MAP or frame.f_code is _FETCH_ITERABLE:
             fetcher: object = frame.f_locals.get("self")
             return fetcher
         if frame.f_back is None:

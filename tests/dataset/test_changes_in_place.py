@@ -12,7 +12,7 @@ import ctypes
 import dataclasses
 import enum
 import multiprocessing as mp
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import shared_memory
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,7 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     Dataset,
+    IterableDataset,
     Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -149,6 +150,16 @@ class Deep(Around):
         return self.after(calls - 1, index) if calls else self.dataset[index]
 
 
+class Walks(IterableDataset[Any]):
+    """A stream of the user's of a cached dataset's samples."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.dataset[index] for index in range(N))
+
+
 QUIET: dict[str, Callable[[Any, Any], Any]] = {
     "weighted": lambda kind, dataset: kind(dataset, 4, sampler=WeightedRandomSampler([1.0] * N, N)),
     "random subset": lambda kind, dataset: kind(dataset, 4, sampler=SubsetRandomSampler(range(N))),
@@ -156,6 +167,7 @@ QUIET: dict[str, Callable[[Any, Any], Any]] = {
     "subset": lambda kind, dataset: kind(Subset(dataset, range(2, N)), 4, shuffle=True),
     "concatenated": lambda kind, dataset: kind(ConcatDataset([dataset, dataset]), 4),
     "deep": lambda kind, dataset: kind(Deep(dataset), 4),
+    "a stream": lambda kind, dataset: kind(Walks(dataset), 4),
     "around": lambda kind, dataset: kind(Around(Around(Subset(dataset, range(N)))), 4),
 }
 
@@ -287,10 +299,13 @@ def test_a_change_of_pandas_table_takes_effect_from_the_next_pass_on(change: Any
 def test_spawned_workers_read_what_has_changed(made_by: str) -> None:
     arguments: dict[str, Any] = {"batch_size": 5, "num_workers": 1, "multiprocessing_context": "spawn"}
     held = Labels()
-    with recorded(), hotset.cache(held, memory="1MiB") as cached:
+    with recorded() as told, hotset.cache(held, memory="1MiB") as cached:
         cached.fill()
         label(held)
-        equal_batches(list(LOADERS[made_by](cached, **arguments)), list(DataLoader(held, batch_size=5)))
+        # Nobody asks for the length of what a Subset wraps.
+        loader = LOADERS[made_by](Subset(cached, range(N)), **arguments)
+        equal_batches(list(loader), list(DataLoader(held, batch_size=5)))
+    assert "Labels.labels has changed" in str(told[0].message)
 
 
 @pytest.mark.parametrize("change", [label, value])
@@ -596,6 +611,8 @@ def test_a_closed_cache_follows_no_change() -> None:
     cached.close()
     label(held)
     assert (len(cached), cached[3][0], cached.stats().cached) == (N, 5, 0)
+    cached.labels = held.labels + 1
+    assert (cached[3][0], cached.stats().cached) == (6, 0)
 
 
 def test_a_fill_is_of_what_the_dataset_holds_then() -> None:
