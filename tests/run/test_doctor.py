@@ -171,7 +171,7 @@ class TestCommand:
         """
         slow = (
             "import os\nhere = os.getpid()\n"
-            "os.register_at_fork(before=lambda: time.sleep(0.3 if os.getpid() == here else 0.0))\n"
+            "os.register_at_fork(before=lambda: time.sleep(0.5 if os.getpid() == here else 0.0))\n"
         )
         program = training(epochs=10_000, workers=1).replace("class Rows", slow + "class Rows")
         file = tmp_path / "train.py"
