@@ -58,7 +58,7 @@ LARGEST_RECORD = 2 << 30
 _DEEPEST = 64
 # An object with more values is something that samples refer to: each record would hold a copy of it.
 _MOST_PARTS = 1_000
-# Each value of a list or dict that is no array or list of numbers takes some microseconds in each use.
+# Each value of a list or dict takes some microseconds in each use; an array is one value.
 _MOST_VALUES = 10_000
 # What a forged or foreign schema leads to.
 _DAMAGE = (ArithmeticError, AttributeError, ImportError, LookupError, RecursionError, TypeError, ValueError)
@@ -434,8 +434,8 @@ class _Inference:
         self._count += 1
         if self._count > _MOST_VALUES:
             raise SchemaMismatch(
-                f"{place} is one of more than {_MOST_VALUES:,} values in one sample, which would take longer "
-                "to put together than to read; make arrays of them, or leave them out of the sample"
+                f"{place} is one of more than {_MOST_VALUES:,} values in one sample, which would take some "
+                "50 ms to put together in each use; make arrays of them, or leave them out of the sample"
             )
         try:
             leaf = leaf_of(value, keep_order=self._keep_order)
