@@ -12,8 +12,8 @@ these hold, in a ``__dict__`` or in slots, are set to what they were; lists, dic
 get the elements that they had, and small arrays and tensors their numbers. So are those of its transforms,
 before the cache gets its fingerprint: a transform that counts its calls, or loads a network when it is called
 first, would have another one in the process that plans than in all others. MONAI's readers note the file that
-they read, so what transforms hold is put back whoever has written its class. An object is left alone if a
-container of another kind has grown or shrunk meanwhile, as its attributes may describe the container.
+they read, so what transforms hold is put back whoever has written its class. An object is left alone if
+a container in it cannot be put back and has changed meanwhile, as its attributes may describe the container.
 
 The audit reads a sample in the main process now and then, too, and puts back the attributes of the objects
 that are near (:meth:`HeldAttributes.near`). All would take longer than reading.
@@ -170,14 +170,18 @@ class _Seen(NamedTuple):
             return isinstance(self.content, bytes) and is_shared(self.value)
         return any(each.is_shared() for each in self.inner[1].values())
 
-    def has_grown(self) -> bool:
-        """Whether the value is a container of which only the length is known, and has another one."""
-        return isinstance(self.content, int) and not self.is_as_it_was()
+    def is_lost(self) -> bool:
+        """Whether the value is a container of which only the length or the bytes are known, and has changed.
+
+        It cannot be put back.
+        """
+        known = self.content is not None and issubclass(type(self.value), _ENTERED)
+        return known and not self.is_as_it_was()
 
     def put_back(self) -> None:
         """Have the value hold again what it held, as far as it can."""
         if isinstance(self.content, bytes):
-            if not self.is_as_it_was():
+            if not issubclass(type(self.value), _ENTERED) and not self.is_as_it_was():
                 put_content(self.value, self.content)
         elif self.inner is not None:
             before, inner = self.inner
@@ -302,7 +306,7 @@ class HeldAttributes:
         """Set all attributes to what they were, with the elements that they had."""
         for owner, held, seen, lengths in self._held:
             now = attributes_of(owner)
-            if now is None or _lengths(held) != lengths or any(each.has_grown() for each in seen.values()):
+            if now is None or _lengths(held) != lengths or any(each.is_lost() for each in seen.values()):
                 continue
             for name in [name for name in now if name not in held and self._counts(owner, name)]:
                 set_attribute(owner, name)

@@ -814,12 +814,11 @@ def test_a_session_tells_how_long_its_consumers_waited(monkeypatch: pytest.Monke
     with hotset.cache(Samples(slow, N), session="a") as cached:
         for module in (local, state):
             monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-        begun = now[0]
         loader = hotset.DataLoader(cached, batch_size=8)
         list(loader)
         assert loader.last_epoch is not None
         waited = loader.last_epoch.waited
         (seen,) = report(session).caches
     assert seen.waited_seconds == pytest.approx(waited)
-    assert waited == pytest.approx(now[0] - begun)
-    assert waited > 0.02 * N / 2
+    # Once the pass is over, a few samples are read again: the clock that reading moves might be part of them.
+    assert waited == pytest.approx(0.02 * N)
