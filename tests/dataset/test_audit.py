@@ -407,3 +407,28 @@ def test_after_a_clear_samples_are_cached_anew(tmp_path: Path) -> None:
         assert cached.stats().cached == 8
         equal_batches(list(loader), list(hotset.DataLoader(TextFiles(files), batch_size=8)))
         assert cached.check() == []
+
+
+class Resizes(Samples):
+    """Reading resizes what the dataset holds, so that it cannot be put back."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda index: torch.full((3,), float(index)), 8)
+        self.array, self.tensor = np.zeros(3), torch.zeros(3)
+
+    def __getitem__(self, index: int) -> Any:
+        self.array.resize(index + 1, refcheck=False)
+        self.tensor.resize_(index + 2)
+        return super().__getitem__(index)
+
+
+def test_a_dataset_whose_reading_resizes_what_it_holds_is_cached_and_audited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(audit, "_SHARE", 1e9)  # each hit
+    monkeypatch.setattr("hotset.dataset.audit_budget._KEPT_SECONDS", 1e9)
+    with hotset.cache(Resizes(), memory="1MiB") as cached:
+        for _ in range(3):
+            assert [float(cached[index][0]) for index in range(8)] == list(range(8))
+        assert cached.stats().audited > 0
+        assert cached.stats().hits == 16

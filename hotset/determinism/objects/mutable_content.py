@@ -123,9 +123,11 @@ def is_shared(value: Any) -> bool:
 def put_content(value: Any, content: bytes) -> None:
     """Write what :func:`content_of` returned, unless other processes see it or it cannot be written to.
 
-    A table stays as it is: not all of it is known.
+    A table stays as it is: not all of it is known. So does an array or tensor that was resized.
     """
     if is_shared(value) or _is_table(value):
+        return
+    if not issubclass(type(value), bytearray) and value.nbytes != len(content):
         return
     if issubclass(type(value), bytearray):
         value[:] = content
