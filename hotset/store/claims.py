@@ -228,6 +228,12 @@ class Index:
         return ids
 
 
+def _are_absent(words: Words) -> npt.NDArray[np.bool_]:
+    """Which of these index words say that nothing is there, and no process reads it; damaged ones do too."""
+    absent: npt.NDArray[np.bool_] = (words < CLAIMED) & ~_says_draws(words)
+    return absent
+
+
 def _says_draws(words: Words) -> npt.NDArray[np.bool_]:
     """Which of these index words say that their samples draw; the lap in them is a ring's."""
     draws: npt.NDArray[np.bool_] = (words >= DRAWS) & (words <= (DRAWS | GENERATION_MASK + 1))
@@ -301,13 +307,15 @@ class Claims:
         """Up to ``most`` of those samples that are absent, claimed by the dead, or by this word."""
         ids = self._index.admit(ids)
         words = self._index.words(ids)
-        free = (words < CLAIMED) & ~_says_draws(words)  # absent, or a damaged word
+        free = _are_absent(words)
         if int(free.sum()) < most:
             # One test of the lock for each claimant: all its claims have the same word.
             claimed = words[(words >= CLAIMED) & (words < PRESENT)]
             dead = [word for word in set(claimed.tolist()) if word == void or not self.is_open(word)]
             if dead:
-                free |= np.isin(words, dead)
+                # Between the words and the test, a claimant may have published and left.
+                words = self._index.words(ids)
+                free = _are_absent(words) | np.isin(words, dead)
         return ids[free][:most]
 
     def take_one(self, sample: int, *, overwrite: bool) -> int | None:
@@ -328,10 +336,9 @@ class Claims:
                 return None
             words = self._participant.segment.index
             word = int(words[sample])
-            if word >= PRESENT:
-                free = overwrite
-            else:
-                free = word < CLAIMED or word == mine or not self.is_open(word)
+            void = CLAIMED <= word < PRESENT and (word == mine or not self.is_open(word))
+            word = int(words[sample])  # as in _free: its claimant may have published, and left
+            free = overwrite if word >= PRESENT else void or word < CLAIMED
             if free:
                 words[sample] = mine
         return word if free else None

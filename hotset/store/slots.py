@@ -133,7 +133,10 @@ class Slots:
                     return self.store.schema.read(copy, 0, [self._tail_at])[0], word
                 if pauses.are_over:
                     return None
-            elif not self._is_being_replaced(sample, word) or not pauses.pause():
+            elif self._is_being_replaced(sample, word):
+                if not pauses.pause():
+                    return None
+            elif self._index[sample] == word:  # else its claimant has published meanwhile, and left
                 return None
 
     def _copy(self, sample: int, word: int, clear_generation: int) -> Bytes | None:

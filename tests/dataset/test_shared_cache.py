@@ -40,7 +40,7 @@ from hotset.errors import ArgumentError, HotsetWarning, QuantityError, SegmentEr
 from hotset.session import reports
 from hotset.store import locks, slots
 from hotset.store import memory_limits as memory
-from hotset.store.claims import Claims
+from hotset.store.claims import Claims, Participant
 from hotset.store.memory_limits import Headroom
 from hotset.store.segment import Segment
 
@@ -696,6 +696,23 @@ def test_a_reader_gets_the_old_sample_or_the_new_one_and_never_a_mix(shapes: str
         codes = [ended(pid) for pid in children]
     assert codes == [0, 0]
     sound()
+
+
+def test_a_sample_whose_writer_publishes_as_it_leaves_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = small()
+    cache[3] = picture(1)
+    index, participant = slots_of(cache).segment.index, Participant(slots_of(cache).segment)
+    word = int(index[3])
+    is_alive = Participant.is_alive
+    assert Claims(participant).take_one(3, overwrite=True) == word
+
+    def publish_and_leave(self: Participant, slot: int) -> bool:
+        index[3] = word
+        participant.leave()
+        return is_alive(self, slot)
+
+    monkeypatch.setattr(Participant, "is_alive", publish_and_leave)
+    assert same(cache.get_slot(3), picture(1))
 
 
 def test_a_sample_replaced_while_it_is_copied_is_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:

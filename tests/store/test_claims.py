@@ -108,6 +108,29 @@ def test_released_claims_are_free_and_published_samples_stay(segment: Segment, c
         assert take(claims, ids(range(10))) == [0, 1, 3, 4, 5, 6, 8, 9]
 
 
+@pytest.mark.parametrize("one", [False, True])
+def test_what_a_claimant_publishes_as_it_leaves_is_not_claimed(
+    one: bool, segment: Segment, claims: Claims, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Participant(segment)
+    assert take(Claims(other), ids(3, 4)) == [3, 4]
+    is_alive = Participant.is_alive
+
+    def publish_and_leave(self: Participant, slot: int) -> bool:
+        segment.index[3] = PRESENT | 3
+        other.leave()
+        return is_alive(self, slot)
+
+    monkeypatch.setattr(Participant, "is_alive", publish_and_leave)
+    if one:
+        assert claims.take_one(3, overwrite=False) is None
+        assert claims.take_one(4, overwrite=False) is not None
+    else:
+        assert take(claims, ids(3, 4)) == [4]
+    assert int(segment.index[3]) == PRESENT | 3
+    assert claims.own(ids(3, 4)).tolist() == [4]
+
+
 def test_a_killed_claimants_samples_are_taken_over(segment: Segment, claims: Claims) -> None:
     with lingering(by_another(segment, ids(range(10)))) as pid:
         word = int(segment.index[0])
