@@ -169,21 +169,42 @@ class SampleAccess:
             yield from self._reader.many_whole(ids.tolist())  # the batch, as torch's loader reads it
             return
         failed: dict[int, Exception] = {}
-        found_before = store.filler.drawing if store is not None else 0
-        was_filled = uncached is not None
-        if uncached is None:
-            uncached = self._fill_or_note(ids, failed)
-        numbers = ids.tolist()
-        hits: set[int] = set()
-        copies: Iterator[Any] = iter(())
-        if store is not None:
-            left = np.array([place for place, sample in enumerate(numbers) if sample not in uncached], int)
-            drawing = store.index.drawing(ids[left])
-            if not was_filled and drawing.sum() > store.filler.drawing - found_before:
-                self.warn_of_draws()  # some were known before, so it is not the first epoch
-            hits, copies = self._hits(store, ids, left[~drawing])
+        hits: Collection[int] = range(len(ids))
+        copies = self._copies(store, ids) if uncached is None else None
+        if copies is None:
+            was_filled = uncached is not None
+            drawing_before = store.filler.drawing if store is not None else 0
+            if uncached is None:
+                uncached = self._fill_or_note(ids, failed)
+            left = np.array(
+                [place for place, sample in enumerate(ids.tolist()) if sample not in uncached], int
+            )
+            if store is not None:
+                drawing = store.index.drawing(ids[left])
+                if not was_filled and drawing.sum() > store.filler.drawing - drawing_before:
+                    self.warn_of_draws()  # some were known before, so it is not the first epoch
+                left = left[~drawing]
+            copies = self._copies(store, ids[left])
+            hits = set(left.tolist()) if copies is not None else ()
+        yield from self._in_turn(ids, hits, copies or iter(()), uncached or {}, failed)
+
+    def _in_turn(
+        self,
+        ids: Ids,
+        hits: Collection[int],
+        copies: Iterator[Any],
+        uncached: dict[int, Any],
+        failed: dict[int, Exception],
+    ) -> Iterator[Any]:
+        """Each of these samples as its turn comes.
+
+        Args:
+            hits: the places in the batch of those that ``copies`` are of, which may end early.
+            uncached: samples that were read and not stored.
+            failed: what the source has raised for others.
+        """
         copy: list[Any] = []  # popped from it, so that nothing here refers to a sample that was taken
-        for place, sample in enumerate(numbers):
+        for place, sample in enumerate(ids.tolist()):
             if place in hits:
                 copy += itertools.islice(copies, 1)
             if copy:
@@ -196,17 +217,12 @@ class SampleAccess:
             else:
                 yield self._read_again(sample)
 
-    def _hits(self, store: Store, ids: Ids, places: Ids) -> tuple[set[int], Iterator[Any]]:
-        """The places in a batch of samples that the store has, and their copies in that order.
-
-        None of them if one of these places has a sample that left the store meanwhile.
-        """
-        if not len(places) or not store.present(ids[places]).all():
-            return set(), iter(())
-        copies = store.read_in_turn(ids[places])
-        if copies is None or not self.count_hits(ids[places]):
-            return set(), iter(())
-        return set(places.tolist()), copies
+    def _copies(self, store: Store | None, ids: Ids) -> Iterator[Any] | None:
+        """Copies of these samples, as hits; None if one of them is not in the store, or left it meanwhile."""
+        if store is None or not len(ids) or not store.present(ids).all():
+            return None
+        copies = store.read_in_turn(ids)
+        return copies if copies is not None and self.count_hits(ids) else None
 
     def _fill_or_note(self, ids: Ids, failed: dict[int, Exception]) -> dict[int, Any]:
         """As :meth:`fill`, but records an exception of the source, to be raised at that sample's turn.
