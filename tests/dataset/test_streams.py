@@ -34,6 +34,7 @@ from stores import attached, ids
 from streams import Numbers, Shuffled, share, values
 from torch.utils.data import (
     BatchSampler,
+    ChainDataset,
     DataLoader,
     IterableDataset,
     SequentialSampler,
@@ -614,6 +615,18 @@ def test_a_stream_that_says_its_length_has_it_from_the_beginning() -> None:
         assert (len(stream), len(loader)) == (N, -(-N // 8))
         assert len(list(loader)) == len(loader) == -(-N // 8)
         assert len(stream) == N
+
+
+def test_a_chain_of_streams_without_lengths_has_none_until_it_was_read() -> None:
+    def chain() -> Any:
+        return ChainDataset([Numbers(N), Numbers(N)])
+
+    with hotset.cache(chain(), memory="10MiB") as stream:
+        told = failure(lambda: DataLoader(stream, batch_size=8))
+        assert told.kind is TypeError
+        assert "read it to its end with hotset.DataLoader" in told.text
+        stream.fill()
+        assert equal_batches(list(DataLoader(stream, batch_size=8)), list(DataLoader(chain(), batch_size=8)))
 
 
 class Noting(Numbers):

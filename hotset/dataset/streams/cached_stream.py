@@ -34,7 +34,6 @@ from hotset.dataset.plan import Plan
 from hotset.dataset.stats import Stats, stats_of
 from hotset.dataset.streams.passes import StreamPasses
 from hotset.dataset.streams.probe import is_hugging_face
-from hotset.determinism.objects.safe_access import has
 
 __all__ = ["CachedStream", "followed_passes", "passes_of"]
 
@@ -125,10 +124,8 @@ class CachedStream(DatasetProxy[T]):
         return True  # without this, Python would ask for the length, which a stream may not have
 
     def __len__(self) -> int:
-        if not self.recorded and has(self._dataset, "__len__"):
-            return len(self._dataset)  # as the stream says, which torch's loader believes, too
-        self._passes.require_index("length")
-        return len(self._passes.ids())
+        # Before it is recorded as the stream says, which torch's loader believes, too.
+        return len(self._passes.ids()) if self.recorded else self._passes.stated_length()
 
     def __getitem__(self, index: Any) -> T:
         self._passes.require_index("index")

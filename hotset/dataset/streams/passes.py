@@ -120,7 +120,7 @@ class StreamPasses:
         Raises:
             TypeError: it states none.
         """
-        if hasattr(type(self._stream), "__len__"):
+        with contextlib.suppress(TypeError):  # also of a ChainDataset over streams that state none
             return len(self._stream)
         self.require_index("length")
         raise TypeError(f"{self.name} has no length.")
