@@ -82,7 +82,7 @@ class Room:
         elements: of containers; a container in another one, an array or a tensor takes the room of 100.
         bytes: of arrays and tensors; a byte of containers in a container takes the room of six.
         outermost: whether the elements of a container that is itself an attribute count, however many, and
-            can be put back: what is compared by its bytes cannot.
+            can be put back: what is compared by its bytes cannot, as a container of many containers is.
     """
 
     elements: int = 50_000
@@ -94,6 +94,15 @@ class Room:
         has_room = elements <= self.elements
         self.elements -= elements if has_room else 0
         return has_room
+
+    def holds_all_in(self, parts: list[Any]) -> bool:
+        """Whether there is room for all elements of the containers among these, which hold no others."""
+        nested = [each for each in parts if type(each) not in _PLAIN_TYPES]
+        return (
+            all(issubclass(type(each), _ENTERED) for each in nested)
+            and sum(length(each) + _EACH for each in nested) <= self.elements
+            and all(_PLAIN_TYPES.issuperset(map(type, elements(each))) for each in nested)
+        )
 
     @classmethod
     def small(cls) -> Room:
@@ -135,8 +144,8 @@ class _Seen(NamedTuple):
         parts = elements(value)
         inner = {}
         if has_room and not _PLAIN_TYPES.issuperset(map(type, parts)):
-            if not room.outermost and (whole := whole_content_of(value, room.bytes // _NESTED)) is not None:
-                room.bytes -= len(whole) * _NESTED
+            whole = None if room.outermost or room.holds_all_in(parts) else _whole(value, room)
+            if whole is not None:
                 return cls(value, whole)
             inner = {
                 number: seen
@@ -189,6 +198,13 @@ class _Seen(NamedTuple):
                 _fill(self.value, before)
             for each in inner.values():
                 each.put_back()
+
+
+def _whole(value: Any, room: Room) -> bytes | None:
+    """The bytes of a container with all in it, and the room for them is taken; None if there is none."""
+    whole = whole_content_of(value, room.bytes // _NESTED)
+    room.bytes -= len(whole) * _NESTED if whole is not None else 0
+    return whole
 
 
 class Difference(NamedTuple):

@@ -142,6 +142,36 @@ def test_what_the_copy_with_a_cut_chain_opens_is_the_datasets_too(
         assert cached.stats().cached == N
 
 
+class TakesFromItsOptions(Opens):
+    """Takes an element out of a dict in its options as it opens its file, as BasicSR's datasets do."""
+
+    def __init__(self, log: ReadLog, path: Path) -> None:
+        super().__init__(log, path)
+        self.options = {"scale": 4, "backend": {"type": "disk"}, "mean": [0.5, 0.5]}
+        self.backend = self.options["backend"]
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.file is None:
+            del self.backend["type"]
+        return super().__getitem__(index)
+
+
+def test_an_audit_puts_back_what_the_dicts_of_a_dict_held(
+    log: ReadLog, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit, "_SHARE", 1e9)
+    monkeypatch.setattr("hotset.dataset.audit_budget._KEPT_SECONDS", 1e9)
+    dataset = TakesFromItsOptions(log, path)
+    with hotset.cache(dataset, memory="1MiB") as cached:
+        loader = hotset.DataLoader(cached, batch_size=2, num_workers=2)
+        for _ in range(3):
+            list(loader)
+        assert cached.stats().audited > 0
+        assert dataset.file is None
+        assert dataset.options == {"scale": 4, "backend": {"type": "disk"}, "mean": [0.5, 0.5]}
+        assert dataset.backend is dataset.options["backend"]
+
+
 class Appends(Dataset[Any]):
     """Keeps each sample that it has read, and their number."""
 
