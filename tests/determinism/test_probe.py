@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import random
 import sys
 import types
@@ -380,6 +381,17 @@ def draws_everything(index: int) -> int:
     np.random.randn()
     torch.randn(())
     return index
+
+
+def test_a_generator_of_another_logger_is_not_the_holders() -> None:
+    other = logging.NullHandler()
+    other.sample = random.Random(3)  # type: ignore[attr-defined]
+    logging.getLogger("hotset_test.other").addHandler(other)
+    try:
+        holder = types.SimpleNamespace(log=logging.getLogger("hotset_test.mine"))
+        assert [*Generators([holder]).states()] == [*Generators([]).states()]
+    finally:
+        logging.getLogger("hotset_test.other").removeHandler(other)
 
 
 def test_global_states_are_put_back() -> None:

@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import functools
 import itertools
+import logging
 import sys
 import types
 from collections import deque
@@ -49,7 +50,11 @@ _HELD = 1_000
 _REACHED = 5_000
 _DEPTH = 16
 _OF_ONE_CONTAINER = 256
-_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, range, torch.Tensor, np.ndarray})
+# From one logger all others of the process can be reached.
+_LOGGERS = {logging.Logger, logging.RootLogger}
+_ATOMS = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, range, torch.Tensor, np.ndarray} | _LOGGERS
+)
 # Classes of these hold none of the objects that are looked for, and have thousands of attributes.
 _LIBRARIES = sys.stdlib_module_names | {"builtins", "datasets", "hotset", "numpy", "pyarrow", "torch"}
 
