@@ -59,6 +59,7 @@ _FUNCTION = struct.Struct("<16sQQ")
 _LONGEST_NAME = FUNCTION_BYTES - _FUNCTION.size
 _FIRST_LEVEL = 10
 _VERSION, _USED, _OF = 2, 3, 4
+_FLAGS = 2  # the word of a function
 _NOBODYS = (1 << 64) - 1
 
 
@@ -108,6 +109,7 @@ class KeyTable:
         self._table = whole[geometry.table_at : geometry.table_at + 4 * geometry.table_words].cast("I")
         self._counters = whole[geometry.counters_at : geometry.functions_at].cast("q")
         self._functions = whole[geometry.functions_at : geometry.table_at]
+        self._function_words = self._functions.cast("Q")
 
     def __len__(self) -> int:
         count: int = self._live[Live.KEYS]
@@ -250,32 +252,33 @@ class KeyTable:
             number = self._live[Live.FUNCTIONS]
             for known in self.functions():
                 if known.digest == digest:
-                    self._put(known._replace(flags=known.flags | flags))
+                    self._set_flags(known.number, known.flags | flags)
                     return known.number
             start = self._geometry.functions_at + number * FUNCTION_BYTES
             if number >= FUNCTIONS or not self._reserve(start, FUNCTION_BYTES):
                 return -1
-            self._put(Function(number, name, digest, flags))
+            encoded = name.encode("utf-8", "surrogatepass")[:_LONGEST_NAME]
+            at = number * FUNCTION_BYTES
+            _FUNCTION.pack_into(self._functions, at, digest, flags, len(encoded))
+            self._functions[at + _FUNCTION.size : at + _FUNCTION.size + len(encoded)] = encoded
             self._live[Live.FUNCTIONS] = number + 1
         return number
 
-    def _put(self, function: Function) -> None:
-        name = function.name.encode("utf-8", "surrogatepass")[:_LONGEST_NAME]
-        at = function.number * FUNCTION_BYTES
-        _FUNCTION.pack_into(self._functions, at, function.digest, function.flags, len(name))
-        self._functions[at + _FUNCTION.size : at + _FUNCTION.size + len(name)] = name
-
     def flags(self, number: int) -> int:
         """The flags of a function."""
-        flags: int = _FUNCTION.unpack_from(self._functions, number * FUNCTION_BYTES)[1]
+        flags: int = self._function_words[number * FUNCTION_BYTES // 8 + _FLAGS]
         return flags
+
+    def _set_flags(self, number: int, flags: int) -> None:
+        # This word alone, in one store: struct's pack_into writes zeros first, and others read meanwhile.
+        self._function_words[number * FUNCTION_BYTES // 8 + _FLAGS] = flags
 
     def set_flag(self, number: int, flag: int) -> bool:
         """Set a function's flag; True to the first process that does."""
         with self._participant.short_lock():
-            function = self._function(number)
-            self._put(function._replace(flags=function.flags | flag))
-        return not function.flags & flag
+            flags = self.flags(number)
+            self._set_flags(number, flags | flag)
+        return not flags & flag
 
     def counters(self, number: int) -> memoryview | None:
         """The words in which this process counts for a function; None if it has no slot, or no memory."""

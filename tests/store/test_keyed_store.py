@@ -112,6 +112,22 @@ def test_functions_are_entered_once_with_their_flags_and_counters() -> None:
         assert len(store.keys.functions()) == 1024
 
 
+def test_flags_never_look_as_if_they_were_not_set() -> None:
+    ends = 1 << 8
+    with keyed() as store:
+        number = store.keys.enter("f", b"1" * 16, EVICTABLE)
+
+        def watch() -> None:
+            while not (flags := store.keys.flags(number)) & ends:
+                assert flags == EVICTABLE
+
+        pid = child(watch)
+        for _ in range(often(20_000, 200_000)):
+            store.keys.enter("f", b"1" * 16, EVICTABLE)
+        store.keys.set_flag(number, ends)
+        assert ended(pid) == 0
+
+
 def test_a_cleared_store_is_empty_and_can_be_used_again() -> None:
     with keyed() as store:
         function = store.keys.enter("f", bytes(16), 0)
