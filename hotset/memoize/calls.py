@@ -31,6 +31,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from hotset._warnings import printable, warn
@@ -358,14 +359,17 @@ class Calls:
         """Store a claimed value; whether that was done."""
         wrong = self._description.wrong_results(sample)
         if wrong:
-            for each in wrong:
-                state.store.forget_one(each)
+            state.store.forget(state.number, np.array(wrong))
             self._given_up()
             return False
         try:
             if state.store.put(sample, version, state.number, value):
-                return True
-            self._tell_full(state)
+                if not state.store.keys.flags(state.number) & WRONG:
+                    return True
+                # An audit has found that while this was computed, and has forgotten what was there before.
+                state.store.forget(state.number, np.array([sample]))
+            else:
+                self._tell_full(state)
         except SchemaMismatch as mismatch:
             state.store.never_keep(sample)
             self._tell(

@@ -387,10 +387,15 @@ class KeyedStore(Store):
         counters[Slot.STORED_BYTES] += lines * LINE
         return True
 
-    def forget(self, function: int) -> int:
-        """Forget all values of a function, as far as no caller has views of them; returns how many."""
+    def forget(self, function: int, samples: Ids | None = None) -> int:
+        """Forget all values of a function, or those of these samples; returns how many.
+
+        Memory of which callers may have views is never used again.
+        """
         with self.participant.short_lock():
-            samples = np.flatnonzero(self.keys.functions_of(np.arange(len(self.keys))) == function)
+            if samples is None:
+                samples = np.arange(len(self.keys))
+            samples = samples[self.keys.functions_of(samples) == function]
             words = self.segment.index[samples]
             samples = samples[(words >= PRESENT) | ((words >= DRAWS) & (words < fmt.CLAIMED))]
             if self.keys.flags(function) & VIEWED:
@@ -402,14 +407,6 @@ class KeyedStore(Store):
             self.segment.index[samples] = 0
             self.segment.live[Live.KEYS_FREED] = 1
         return len(samples)
-
-    def forget_one(self, sample: int) -> None:
-        """Forget the value of one sample."""
-        with self.participant.short_lock():
-            if self._words[sample] >= PRESENT:
-                if self._words[sample] & ON_DISK and self.spill is not None:
-                    self.spill.forget(sample)
-                self._words[sample] = 0
 
     def raise_limit(self, limit: int) -> None:
         """Let records take this many bytes, if that is more than they may take now."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import io
 import os
 import pickle
@@ -591,6 +592,10 @@ def through_another(number: int) -> int:
     return scaled(number) + 1
 
 
+def row_from_table(number: int) -> Any:
+    return np.full(300, number + TABLE[1])
+
+
 def from_table(number: int) -> int:
     return TABLE[1] + number
 
@@ -631,6 +636,30 @@ def test_what_is_changed_in_place_leaves_no_wrong_values(monkeypatch: pytest.Mon
         with memo(from_table) as other:
             wrong = [number for number in range(2, 200) if other(number) != 10 + number]
         assert wrong == []
+
+
+def test_views_of_wrong_values_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "TABLE", {1: 10})
+    with memo(row_from_table, memory="1MiB", copy=False) as kept:
+        kept(1)
+        view = kept(1)
+        assert not view.flags.owndata
+        assert not view.flags.writeable
+        TABLE[1] = 20
+
+        def until_it_is_noticed() -> None:
+            for number in range(2, 200):
+                kept(number)
+                time.sleep(1e-3)
+
+        with pytest.warns(hotset.HotsetWarning, match="reaches an object that changes"):
+            until_it_is_noticed()
+        block = functools.partial(np.full, 2000)
+        with memo(block, key="others", memory="1MiB", evict="lru") as others:
+            for number in range(200):
+                others(number)
+            assert 0 < others.stats().entries < 200, "all lines have been used"
+        assert (view == 11).all()
 
 
 COUNT = 0
@@ -940,6 +969,23 @@ def test_an_audit_finds_a_function_that_depends_on_more_than_its_arguments() -> 
         assert [kept(1), kept(2)] == [6, 7]
         world[0] = 7
         assert [kept(1), kept(2)] == [8, 9]
+
+
+def test_what_was_being_computed_as_an_audit_found_a_difference_is_not_served() -> None:
+    world = [0]
+
+    def read(number: int) -> int:
+        found = number + world[0]
+        if (number, world[0]) == (2, 0):
+            world[0] = 5
+            with pytest.warns(hotset.HotsetWarning, match="depends on more than its arguments"):
+                assert eventually(lambda: kept(1) == 6)
+        return found
+
+    with memo(read, key="read") as kept:
+        assert [kept(1), kept(2)] == [1, 2]
+        assert [kept(1), kept(2)] == [6, 7]
+        assert kept.stats().entries == 0
 
 
 def test_an_audit_moves_no_generator() -> None:
