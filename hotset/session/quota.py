@@ -79,7 +79,7 @@ class Quota:
         self._holds = False
         self._used_row = -1
         self._file_lock = locks.FileLock(lambda: locks.own(fd, opened), self._after_fork_in_child)
-        self._parent: tuple[Quota, int] | None = None
+        self._parent: tuple[Quota, int, int] | None = None
         try:
             self.head: dict[str, Any] = _read_head(fd, file)
             words = np.frombuffer(mmap.mmap(fd, _SIZE), np.int64, _WORDS, _HEAD_BYTES)
@@ -109,9 +109,9 @@ class Quota:
             os.pwrite(fd, limit.to_bytes(8, "little"), _HEAD_BYTES)
             os.pwrite(fd, content.ljust(_HEAD_BYTES), 0)
 
-    def set_parent(self, parent: Quota, row: int) -> None:
-        """Bound this quota by ``parent`` too, where it has that row; :meth:`close` closes both."""
-        self._parent = (parent, row)
+    def set_parent(self, parent: Quota, row: int, member: int) -> None:
+        """Bound this quota by ``parent`` too, where that row is this member's; :meth:`close` closes both."""
+        self._parent = (parent, row, member)
 
     # ---- budget --------------------------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class Quota:
         """Bytes of memory that all members may hold together, by this quota and the one above it."""
         if self._parent is None:
             return self.limit
-        parent, above = self._parent
+        parent, above, _ = self._parent
         return min(self.limit, parent.left(above))
 
     def take(self, row: int, memory: int, member: int | None = None) -> bool:
@@ -163,8 +163,8 @@ class Quota:
             if not held or self.ended or (memory > own and after > self.limit):
                 return False
             if self._parent is not None:
-                parent, above = self._parent
-                if not parent.take(above, after):
+                parent, above, itself = self._parent
+                if not parent.take(above, after, itself):
                     return False
             self._rows[row, _MEMORY] = memory
             return True
@@ -181,14 +181,16 @@ class Quota:
             raise SessionError("the session is being destroyed.")
         for row in np.flatnonzero(self._rows[:, _MEMBER] == member).tolist():
             return int(row)
-        free = np.flatnonzero(self._rows[:, _MEMBER] == 0)
-        if not len(free):
-            raise SessionError(
-                f"a session must have at most {_ROWS} caches, and a server {_ROWS} sessions, got one more; "
-                "destroy some."
-            )
-        self._rows[free[0]] = member, 0, time.time_ns(), 0
-        return int(free[0])
+        # A process that has just freed a row may still lock it, and then this one could not use its member.
+        fd = self._locks().process().value
+        for row in np.flatnonzero(self._rows[:, _MEMBER] == 0).tolist():
+            if not locks.is_locked(fd, _FIRST_USE + row):
+                self._rows[row] = member, 0, time.time_ns(), 0
+                return int(row)
+        raise SessionError(
+            f"a session must have at most {_ROWS} caches, and a server {_ROWS} sessions, got one more; "
+            "destroy some."
+        )
 
     def leave(self, row: int) -> None:
         """Free a row, and what its member held."""
@@ -196,8 +198,8 @@ class Quota:
             self._rows[row] = 0
             self._words[_LEFT] += 1
             if self._parent is not None:
-                parent, above = self._parent
-                parent.take(above, self.held)
+                parent, above, itself = self._parent
+                parent.take(above, self.held, itself)
 
     @property
     def departures(self) -> int:

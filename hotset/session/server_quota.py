@@ -86,7 +86,7 @@ def put_under_server(folder: int, port: int, number: int, quota: Quota) -> None:
         parent = Quota(folder, _file(port))
         row = parent.members().get(number)
         if row is not None:
-            quota.set_parent(parent, row)
+            quota.set_parent(parent, row, number)
         else:
             parent.close()
 

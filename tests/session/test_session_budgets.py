@@ -29,6 +29,7 @@ from hotset.errors import SessionError
 from hotset.session import server_quota as servers
 from hotset.session import sessions
 from hotset.session.quota import Quota
+from hotset.session.reclaim import reclaim
 from hotset.session.reports import report
 from hotset.session.session_cache import SessionCacheHandle
 from hotset.session.session_definition import open_quota
@@ -82,7 +83,7 @@ def test_no_order_of_taking_exceeds_any_limit(steps: list[tuple[int, int, int]])
         books = [s.enter_context(contextlib.closing(quota(path, f"{n}.session", 900))) for n in (1, 2)]
         for number, book in enumerate(books):
             above = quota(path, "server-1.ledger", 1500)
-            book.set_parent(above, above.enter(number + 1))
+            book.set_parent(above, above.enter(number + 1), number + 1)
         server = s.enter_context(contextlib.closing(quota(path, "server-1.ledger")))
         rows = [[book.enter(100 + member) for member in range(3)] for book in books]
         model = [[0, 0, 0], [0, 0, 0]]
@@ -301,3 +302,25 @@ def test_a_straggler_of_a_destroyed_session_takes_nothing_from_the_next() -> Non
             parent = book._parent
             assert parent is not None
             assert parent[0].held == 900
+            straggler.leave(row)
+            assert parent[0].held == 900
+
+
+def test_a_cache_that_takes_the_row_of_one_that_is_being_dropped_is_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session = sessions.create("a", memory=MIB)
+    with open_quota(session) as book:
+        assert book.take(book.enter(11), 500)  # as a process leaves it that dies before its cache has a name
+    leave = Quota.leave
+
+    def leave_and_make(self: Quota, row: int) -> None:
+        leave(self, row)
+        made.append(hotset.cache(Samples(kilobyte, N), session="a"))
+
+    made: list[Any] = []
+    monkeypatch.setattr(Quota, "leave", leave_and_make)
+    assert [each.bytes for each in reclaim(session, 1)] == [500]
+    with made[0], open_quota(session) as book:
+        assert len(book.members()) == 1
+        assert book.unused() == []
