@@ -293,7 +293,9 @@ def find_or_create_in_session(
         SessionError: the session is gone, or another job creates the cache and does not end.
         Whatever ``create`` raises, untouched.
     """
-    return _find_or_create(_SessionCaches(session, key, name, create, attach))
+    with open_quota(session) as quota:
+        quota.use()  # for as long as this takes, so that the session does not expire meanwhile
+        return _find_or_create(_SessionCaches(session, key, name, create, attach))
 
 
 class _SessionCaches(Generic[F]):

@@ -35,6 +35,7 @@ from hotset._warnings import warn
 from hotset.errors import HotsetError, SessionError
 from hotset.session import server_quota
 from hotset.session.named_lock import NamedLocks
+from hotset.session.quota import Quota
 from hotset.session.reclaim import Dropped, reclaim
 from hotset.session.runtime_dir import KNOB, path_of, runtime, runtime_folder
 from hotset.session.session_definition import (
@@ -146,19 +147,24 @@ def sessions() -> list[Session]:
     return sorted(found, key=lambda session: (session.created, session.number))
 
 
-def destroy(session: Session) -> int:
+def destroy(session: Session, *, unused: float | None = None) -> int:
     """Destroy a session: free its memory and its disk, also while jobs use it.
 
     These jobs find their samples absent and read them from their source from then on.
+
+    Args:
+        unused: seconds; destroy it only if no process has used it for longer. None: in any case.
 
     Returns:
         Bytes that were freed.
 
     Raises:
-        SessionError: it is gone already.
+        SessionError: it is gone already, or has been used since.
     """
     with one_at_a_time(), runtime() as folder:
         with quota_in(folder, session.file) as quota:
+            if unused is not None and _idle(quota) <= unused:
+                raise SessionError(f"session {session.name!r} is in use.")
             quota.end()
             forget(session)  # first: what is half destroyed is not to come back after a reboot
             freed = remove_caches(folder, session.number, session.spill)
@@ -223,17 +229,22 @@ def expire() -> list[str]:
             continue
         with contextlib.suppress(SessionError):
             with open_quota(session) as quota:
-                if quota.in_use:
-                    quota.touch()
-                    continue
-                idle = time.time() - quota.last_used
+                idle = _idle(quota)
             if idle > session.ttl:
-                freed = destroy(session)
+                freed = destroy(session, unused=session.ttl)
                 sentences.append(
                     f"Destroyed session {session.name!r}, unused for {idle:.0f} s: "
                     f"{format_bytes(freed)} freed."
                 )
     return sentences
+
+
+def _idle(quota: Quota) -> float:
+    """Seconds since a session was used last. A use is recorded now, as its process may be killed."""
+    if quota.in_use:
+        quota.touch()
+        return 0.0
+    return time.time() - quota.last_used
 
 
 def one_at_a_time() -> NamedLocks:

@@ -20,6 +20,7 @@ import hotset
 from hotset import HotsetWarning
 from hotset.errors import HotsetError, SessionError
 from hotset.session import sessions
+from hotset.session.named_lock import NamedLocks
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
@@ -211,3 +212,32 @@ def test_a_session_expires_when_nobody_uses_it() -> None:
     assert is_a_sentence(sentence)
     assert "'a'" in sentence
     assert sessions.sessions() == [for_ever]
+
+
+def test_a_session_that_comes_into_use_as_it_expires_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = sessions.create("a", memory=MIB, ttl=100.0)
+    one_at_a_time = sessions.one_at_a_time
+
+    def use_first() -> NamedLocks:
+        held.append(hotset.cache(Samples(mapping, N), session="a"))
+        return one_at_a_time()
+
+    held: list[Any] = []
+    monkeypatch.setattr(sessions, "one_at_a_time", use_first)
+    os.utime(Path(os.environ["HOTSET_RUNTIME_DIR"]) / session.file, (0, 0))
+    assert sessions.expire() == []
+    assert sessions.sessions() == [session]
+    held[0].close()
+
+
+def test_a_session_does_not_expire_while_a_job_plans_its_cache() -> None:
+    session = sessions.create("a", memory=MIB, ttl=100.0)
+
+    def read(index: int) -> Any:
+        os.utime(Path(os.environ["HOTSET_RUNTIME_DIR"]) / session.file, (0, 0))
+        assert sessions.expire() == []
+        return mapping(index)
+
+    with hotset.cache(Samples(read, N), session="a", key="samples") as cached:
+        read_all(cached, mapping)
+        assert cached.stats().cached == N
