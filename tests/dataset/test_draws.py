@@ -21,7 +21,7 @@ import torch
 from helpers import equal_batches, finish, rarely
 from samples import constant_row
 from sources import Samples
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 import hotset
 from hotset.session import sessions
@@ -594,3 +594,40 @@ class AlsoCounting(Augmented):
 def test_beside_samples_that_draw_one_that_differs_without_a_draw_is_refused() -> None:
     with pytest.raises(hotset.NotCacheable, match="returns another sample each time"):
         cached_of(AlsoCounting({0}, "random"))
+
+
+class SeedsItsWorker(Dataset[Any]):
+    """Seeds the generators of a worker as it reads first in it, as RAFT's datasets do."""
+
+    def __init__(self) -> None:
+        self.init_seed = False
+        self.transform: Any = None
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        if not self.init_seed:
+            worker = get_worker_info()
+            if worker is not None:
+                random.seed(worker.id)
+                self.init_seed = True
+        x = torch.arange(4.0) + index
+        return x if self.transform is None else self.transform(x)
+
+
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return x * random.uniform(0.6, 1.4)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_dataset_that_seeds_its_worker_is_not_cached_before_what_draws(own: bool) -> None:
+    dataset = SeedsItsWorker()
+    dataset.transform = scaled if own else None
+    with pytest.raises(hotset.NotCacheable, match="worker_init_fn"):
+        hotset.cache(dataset, memory="1MiB", transform=None if own else [scaled])
+    dataset.transform = None
+    with hotset.cache(dataset, memory="1MiB") as cached:
+        plain, kept = (DataLoader(each, batch_size=6, num_workers=2) for each in (dataset, cached))
+        for _ in range(EPOCHS):
+            equal_batches(list(kept), list(plain))

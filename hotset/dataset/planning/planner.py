@@ -176,7 +176,9 @@ def _plan_by_reading(
         warned.append(polars_was_begun(name))
     # With a live part, samples are read one by one, otherwise in batches: see hotset.store.leaves.array_leaf.
     schema, sample_bytes, refused = _infer_schema(probed.samples, keep_order=bool(source.live))
-    judged, believed = judge_source(dataset, source, probed, stored=schema is not None)
+    draws_live = any(not row.cached and row.kind != "deterministic" for row in choice.rows)
+    draws_live &= not isinstance(dataset, StreamSource)  # it records what its workers have read
+    judged, believed = judge_source(dataset, source, probed, stored=schema is not None, draws_live=draws_live)
     if isinstance(dataset, StreamSource) and not believed:
         judged = []  # it keeps its first samples, so they are alike: the note of its own probe tells more
     notes = [*choice.notes, *judged, *_notes_on_checks(source)]

@@ -8,18 +8,26 @@ from typing import Any
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
 from hotset.dataset.format_transform import columns_with_gaps, format_of
+from hotset.dataset.held_attributes import datasets_in
 from hotset.dataset.pipeline import Source
+from hotset.dataset.transform_attributes import transform_attributes_of
 from hotset.determinism.declare import declaration_of, declared
 from hotset.determinism.draws.probe import Probe, probe
 from hotset.determinism.draws.rng import Generators
 from hotset.determinism.equality import content_digests, same
+from hotset.determinism.objects.code_dependencies import names_in
+from hotset.determinism.objects.reading_names import reading_code
 from hotset.determinism.objects.safe_access import attributes_of, is_a
 from hotset.errors import NotCacheable
 
 __all__ = ["judge_source"]
 
+_SEEDS = frozenset({"seed", "manual_seed", "seed_everything", "set_rng_state", "setstate", "set_state"})
 
-def judge_source(dataset: Any, source: Source, probed: Probe, *, stored: bool) -> tuple[list[str], bool]:
+
+def judge_source(
+    dataset: Any, source: Source, probed: Probe, *, stored: bool, draws_live: bool = False
+) -> tuple[list[str], bool]:
     """Refuse a random source, unless it is declared deterministic, or only some of its samples draw.
 
     Args:
@@ -27,6 +35,7 @@ def judge_source(dataset: Any, source: Source, probed: Probe, *, stored: bool) -
         source: the same, with its cached transforms.
         probed: what a probe of the source saw.
         stored: whether any of the samples that it read can be stored: what is never stored is never frozen.
+        draws_live: whether a live transform may draw, so that it matters how generators are seeded.
 
     Returns:
         Notes for the plan, and whether a declaration is believed against what the probe saw.
@@ -37,6 +46,13 @@ def judge_source(dataset: Any, source: Source, probed: Probe, *, stored: bool) -
     if not stored and not probed.moved and not _changes_in_place(source.dataset, probed.differing):
         return ["the samples that were read cannot be cached, so they were not compared"], False
     notes, believed = _judge(dataset, source, probed)
+    if draws_live and declared(dataset) != "deterministic" and _seeds_in_workers(dataset):
+        raise NotCacheable(
+            f"{type(dataset).__name__} seeds generators as it reads in a loader's worker (its code names "
+            "get_worker_info): a worker that finds all samples in the cache would not, and live transforms "
+            "would draw other numbers than without it. Seed them in the loader's worker_init_fn; or, if that "
+            f"does not matter, declare it: {declaration_of(dataset)}."
+        )
     if not believed and not probed.drawing:
         _judge_batches(dataset, source)
     return notes, believed
@@ -98,6 +114,14 @@ def _parts_first(dataset: Any) -> str:
         f"If it composes samples of the dataset in its attribute {name!r}, cache that one before it is given "
         f"to {kind.__name__}: hotset.cache(...). Otherwise move"
     )
+
+
+def _seeds_in_workers(dataset: Any) -> bool:
+    """Whether the code that reads samples, without the chains, asks for the worker and sets a seed."""
+    chains = {attribute.name for attribute in transform_attributes_of(dataset)}
+    functions = [one for each in datasets_in(dataset) for one in reading_code(each, chains).functions]
+    names = frozenset[str]().union(*(names_in(one.__code__) for one in functions))
+    return "get_worker_info" in names and not names.isdisjoint(_SEEDS)
 
 
 def _changes_in_place(dataset: Any, indices: Sequence[int]) -> bool:
