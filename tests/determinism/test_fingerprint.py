@@ -1059,6 +1059,21 @@ def test_an_environment_of_lmdb_counts_by_its_file(folder: Path) -> None:
     assert of([one]) != before
 
 
+def test_what_a_logger_of_loguru_writes_to_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "site-packages" / "loguru"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "_logger.py").write_text("class Logger:\n    pass\n")
+    monkeypatch.syspath_prepend(package.parent)
+    logger = importlib.import_module("loguru._logger").Logger()
+    logger.sinks = [{"name": "here"}]
+    before = of([logger])
+    logger.sinks.append({"name": "there"})
+    assert of([logger]) == before != of([])
+
+
 def test_without_candidates_digests_are_equal() -> None:
     assert Files().compare(1.0) == Files().compare(1.0)
 

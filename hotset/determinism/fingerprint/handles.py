@@ -277,6 +277,7 @@ _GIVES_NO_DATA = (
     *("_thread.*", "threading.*", "queue.*", "_contextvars.*", "contextvars.*", "concurrent.*"),
     *("multiprocessing.*", "_multiprocessing.*", "asyncio.*", "_asyncio.*"),
     *("ssl.*", "_ssl.*", "selectors.*", "select.*"),
+    "loguru._logger.Logger",
 )
 _HANDLES: dict[type | str, Handler] = {
     **dict.fromkeys(_GIVES_NO_DATA, by_type),
