@@ -49,7 +49,17 @@ class Both:
         return jitter(halve(picture))
 
 
+class Derived(torch.utils.data.Dataset):
+    __init__, __len__, __getitem__ = Data.__init__, Data.__len__, Data.__getitem__
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(100.0).split(10))
+
+
 plain = Data(halve)
+derived, stream = Derived(halve), Stream()
 nothing = 3
 
 
@@ -97,6 +107,13 @@ def test_it_prints_the_plan() -> None:
     assert "probed" in text
     assert "4 an epoch, in batches of 32" in text
     assert "100 steps are 25 epochs" in text
+
+
+@pytest.mark.parametrize("place", ["derived", "stream"])
+def test_a_dataset_of_torchs_class_is_no_transform(place: str) -> None:
+    text = explain(f"explained_here:{place}")
+    assert "source: " in text
+    assert "an epoch, in batches of 64" in text
 
 
 def test_a_function_that_makes_the_data_set_is_called() -> None:
