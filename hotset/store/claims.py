@@ -247,10 +247,17 @@ class Claims:
         self._participant = participant
         self._index = index or Index(participant.segment)
 
-    def take(self, ids: Ids, most: int, *, alone: bool = False, generation: int | None = None) -> Ids:
+    def take(
+        self,
+        ids: Ids,
+        most: int,
+        *,
+        alone: Callable[[], bool] = lambda: False,
+        generation: int | None = None,
+    ) -> Ids:
         """Claim up to ``most`` of those samples that are absent, or claimed by the dead; return which.
 
-        With ``alone`` no other thread of this process claims, so a claim that this process holds is a
+        While ``alone`` says that no other thread of this process claims, a claim that this process holds is a
         forgotten one, and void as well. With a ``generation`` nothing is claimed in another clear generation:
         not even for a moment, in which a process to which the sample belongs would be refused.
 
@@ -267,7 +274,7 @@ class Claims:
                 return ids[:0]
             if generation not in (None, int(segment.live[Live.CLEAR_GENERATION])):
                 return ids[:0]
-            taken = self._free(ids, most, void=mine if alone else None)
+            taken = self._free(ids, most, void=mine if alone() else None)
             self._index.put(taken, mine)
         return taken
 

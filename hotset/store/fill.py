@@ -197,8 +197,11 @@ class Filler:
         If no other thread of this process is filling, a claim that this process holds already is void: an
         interrupt has kept it from being released.
         """
-        alone = self._threads <= {threading.get_ident()}
-        return self.claims.take(missing, self._chunk, alone=alone)
+        return self.claims.take(missing, self._chunk, alone=self._is_alone)
+
+    def _is_alone(self) -> bool:
+        """Whether no other thread of this process is filling; asked under the lock that they claim under."""
+        return self._threads <= {threading.get_ident()}
 
     def insert(self, samples: dict[int, Any], generation: int | None) -> bool:
         """See :meth:`hotset.store.store.Store.insert`."""
@@ -208,6 +211,7 @@ class Filler:
             return False
         stored: set[int] = set()
         try:
+            self._threads.add(threading.get_ident())
             mine = self.claims.own(ids)
             taken = np.concatenate([mine, self.claims.take(ids, len(ids), generation=generation)])
             if generation not in (None, int(self._participant.segment.live[Live.CLEAR_GENERATION])):
@@ -215,6 +219,7 @@ class Filler:
             self._store({sample: samples[sample] for sample in taken.tolist()}, stored)
         finally:
             self.claims.release(_without(ids, np.fromiter(stored, np.int64)))
+            self._threads.discard(threading.get_ident())
         return bool(self._index.missing(_without(ids, taken)).any())
 
     def spill(self, sample: int, prepared: forms.Flattened) -> bool:

@@ -480,8 +480,8 @@ def test_a_claim_that_is_given_back_just_after_it_was_respected_is_taken_over() 
         claims, taken = store.filler.claims, []
 
         class Late(Claims):
-            def take(self, ids: Ids, most: int, *, alone: bool = False) -> Ids:
-                found = claims.take(ids, most, alone=alone)
+            def take(self, ids: Ids, most: int, **named: Any) -> Ids:
+                found = claims.take(ids, most, **named)
                 taken.append(found.tolist())
                 others.release(others.own(ids))  # between the failed attempt and the look at the words
                 return found
@@ -491,6 +491,37 @@ def test_a_claim_that_is_given_back_just_after_it_was_respected_is_taken_over() 
         assert taken == [[], [5]]
         assert wrong(stored(store), sample) == {}
         assert count(store) == store.filler.reads == 1
+
+
+def test_what_another_thread_claims_while_this_one_waits_for_the_lock_stays_that_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reading, go, read = threading.Event(), threading.Event(), []
+
+    def slowly(number: int) -> Any:
+        read.append(number)
+        reading.set()
+        assert go.wait(60)
+        return sample(number)
+
+    with opened(sample, N) as store:
+        short_lock, here = Participant.short_lock, threading.current_thread()
+        other = threading.Thread(target=lambda: store.fill(ids(5), slowly))
+
+        def claimed_before(self: Participant) -> Any:
+            if threading.current_thread() is here:
+                if reading.is_set():
+                    go.set()  # this thread has not claimed it, and tries again
+                else:
+                    other.start()
+                    assert reading.wait(60)
+            return short_lock(self)
+
+        monkeypatch.setattr(Participant, "short_lock", claimed_before)
+        store.fill(ids(5), slowly, keep=False)
+        other.join(60)
+        assert read == [5]
+        assert wrong(stored(store), sample) == {}
 
 
 def test_what_cannot_be_stored_is_claimed_no_longer_than_it_is_read() -> None:
