@@ -28,6 +28,7 @@ from sources import Counting, PlainError, ReadLog, Stalling, TwoArgumentError
 from stores import count, ids, opened, stored, wrong
 
 from hotset.dataset.prefetch.pool import PrefetchPool
+from hotset.dataset.prefetch.queue import PrefetchQueue
 from hotset.errors import HotsetWarning
 from hotset.store.store import Store
 
@@ -148,6 +149,24 @@ def test_helpers_start_for_missing_samples_only_and_without_a_thread(log: ReadLo
         assert settled(pool)
         assert len(pids()) == 2
         assert len(os.listdir("/proc/self/task")) == threads
+
+
+def test_a_list_comes_after_one_whose_writing_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = PrefetchQueue.create(1)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with contextlib.closing(queue):
+        with monkeypatch.context() as patch:
+            patch.setattr("hotset.dataset.prefetch.queue._write", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                queue.post(ids(1))
+        assert queue.newest() is None
+        queue.post(ids(2, 3))
+        found = queue.newest()
+        assert found is not None
+        assert found[1].tolist() == [2, 3]
 
 
 def test_a_newer_list_is_noticed_between_chunks(log: ReadLog, tmp_path: Path) -> None:

@@ -117,10 +117,11 @@ class PrefetchQueue:
         Raises:
             OSError: there is no memory for it.
         """
-        self._words[_NUMBER] += 1
+        written = self.number | 1  # it is odd already if an interrupt came while the last list was written
+        self._words[_NUMBER] = written
         _write(self._fd, np.ascontiguousarray(ids, np.int64).tobytes(), _LIST_AT)
         self._words[_LENGTH] = len(ids)
-        self._words[_NUMBER] += 1
+        self._words[_NUMBER] = written + 1
 
     def newest(self) -> tuple[int, Ids] | None:
         """Return the newest list's number and ids; None if it is being written.
