@@ -322,8 +322,7 @@ class ActiveWindow:
         now = WindowState.of(ring)
         to = WindowState(now.loads + 1, position.epoch + 1, position.cursor, position.behind, now.late)
         # Another rank may have loaded the state and begun: keep the samples that have entered since.
-        if not self.sizes.leads(to, now):
-            to.put_back(ring)
+        to.put_back(ring, self.sizes.leads)
         self._publish_position(ring)
 
     def _set_position(self, position: WindowPosition) -> None:

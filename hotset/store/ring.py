@@ -46,6 +46,7 @@ One search serves as many records as fit into the extent.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -322,12 +323,20 @@ class WindowState(NamedTuple):
         live[Live.WINDOW_LOADS] = self.loads
         live[Live.WINDOW_EPOCH] = self.epoch
 
-    def put_back(self, ring: Ring) -> None:
-        """Move a ring's window to this position, even if that is back."""
+    def put_back(self, ring: Ring, leads: Callable[[WindowState, WindowState], bool]) -> None:
+        """Move a ring's window to this position, even if that is back, unless it has come from there.
+
+        Args:
+            leads: whether a window that was in the first state is in the second one after an epoch, or still.
+        """
+        generation, now = ring.clear_generation(), WindowState.of(ring)
+        if leads(self, now):
+            return
         # An entry is never claimed twice, so the ring must not hold an entry that has left. If a process is
         # still writing, its records are given up slot by slot.
-        now = WindowState.of(ring)
-        if self.loads > now.loads and self.cursor < now.cursor:
-            ring.clear(_CLEAR_SECONDS)
+        if self.cursor < now.cursor:
+            ring.clear(_CLEAR_SECONDS, generation=generation)
         with ring.participant.short_lock():
-            self.put(ring)
+            # Another rank may have loaded the same state meanwhile, and begun.
+            if not leads(self, WindowState.of(ring)):
+                self.put(ring)

@@ -184,8 +184,7 @@ class Slots:
         (with ``overwrite``, this one waits for a bounded time), or if there is no room. An old record whose
         replacement has no room is forgotten: it is out of date.
         """
-        if self.store.clear_generation() is None:
-            self.store.clear()  # finish the clear of a process that died during it
+        self.store.finish_clear()
         if self.store.allocator.is_full and int(self._index[sample]) < PRESENT:
             return 0
         # One thread at a time: a claim that this process holds then was left by an interrupt, and is void.

@@ -52,7 +52,7 @@ from hotset.store.allocator import Allocator, distrust_allocator
 from hotset.store.blocks import Blocks
 from hotset.store.claims import Ids, Index, Participant
 from hotset.store.fill import Filler, Read
-from hotset.store.format import CLAIMED, PRESENT, RECORD_HEADER, ROW_MASK, Geometry, Live, Slot
+from hotset.store.format import CLAIMED, DESTROYED, PRESENT, RECORD_HEADER, ROW_MASK, Geometry, Live, Slot
 from hotset.store.fsck import check_segment, check_tiers
 from hotset.store.leaves.schema import Schema
 from hotset.store.locks import Pauses
@@ -241,8 +241,7 @@ class Store:
         Raises:
             Whatever ``read`` raises, untouched.
         """
-        if self.clear_generation() is None and not self.invalidated:
-            self._finish_clear()
+        self.finish_clear()
         return self.filler.fill(ids, read, keep)
 
     def insert(self, samples: dict[int, Any], generation: int | None = None) -> bool:
@@ -464,11 +463,12 @@ class Store:
     def invalidate(self) -> bool:
         """Stop serving this store. Returns True to the first caller."""
         with self.participant.short_lock():
-            before = bool(self.segment.live[Live.INVALIDATED])
+            if self.invalidated:
+                return False  # perhaps as its session was destroyed
             self.segment.live[Live.INVALIDATED] = 1
             if self.spill is not None:
                 self.spill.segment.live[Live.INVALIDATED] = 1  # it may outlive the machine's memory
-        return not before
+        return True
 
     def tails(self, rows: Words) -> VariableTails:
         """Where the tails of these rows lie, and where each goes when they are gathered."""
@@ -493,11 +493,19 @@ class Store:
         second = self.spill.segment
         return [*problems, *check_segment(second), *check_tiers(self.segment, second)]
 
-    def clear(self, timeout: float = 5.0) -> bool:
-        """Forget every sample, in all processes; False if some process did not finish writing in time."""
-        pauses = Pauses(timeout)
+    def clear(self, timeout: float = 5.0, *, generation: int | None = None) -> bool:
+        """Forget every sample, in all processes; False if some process did not finish writing in time.
+
+        It is also False once the store's session was destroyed. With a ``generation`` nothing is forgotten in
+        another clear generation: another process has cleared the store since, and may have filled it again.
+        """
+        pauses, live = Pauses(timeout), self.segment.live
         while True:
             with self.participant.short_lock() as held:
+                if live[Live.INVALIDATED] == DESTROYED:
+                    return False
+                if held and generation not in (None, int(live[Live.CLEAR_GENERATION])):
+                    return True
                 words = self.segment.used_index
                 claimed = words[(words >= CLAIMED) & (words < PRESENT)]
                 if held and not any(self.filler.claims.is_open(word) for word in set(claimed.tolist())):
@@ -506,9 +514,11 @@ class Store:
             if not pauses.pause():
                 return False
 
-    def _finish_clear(self) -> None:
-        """Finish a clear whose process died during it."""
+    def finish_clear(self) -> None:
+        """Finish a clear whose process died during it, if there is one."""
         live = self.segment.live
+        if self.clear_generation() is not None or self.invalidated:
+            return
         with self.participant.short_lock() as held:
             # A store that was invalidated meanwhile stays so.
             if held and live[Live.CLEAR_GENERATION] % 2 and not live[Live.INVALIDATED]:

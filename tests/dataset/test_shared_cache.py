@@ -41,6 +41,7 @@ from hotset.session import reports
 from hotset.store import locks, slots
 from hotset.store import memory_limits as memory
 from hotset.store.claims import Claims, Participant
+from hotset.store.format import Live
 from hotset.store.memory_limits import Headroom
 from hotset.store.segment import Segment
 
@@ -918,6 +919,25 @@ def test_waiting_for_a_stopped_writer_is_bounded(there: bool, monkeypatch: pytes
     cache.set_slot(0, picture(3))
     assert same(cache.get_slot(0), picture(3))
     sound()
+
+
+def test_a_slot_stays_set_that_is_set_as_another_process_finishes_an_interrupted_clear(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = small()
+    other = pickle.loads(pickle.dumps(cache))
+    slots_of(cache).segment.live[Live.CLEAR_GENERATION] |= 1  # as a process leaves it that dies over a clear
+    short_lock = Participant.short_lock
+
+    def set_before(self: Participant) -> Any:
+        monkeypatch.setattr(Participant, "short_lock", short_lock)
+        other.set_slot(2, picture(2))
+        return short_lock(self)
+
+    monkeypatch.setattr(Participant, "short_lock", set_before)
+    cache.set_slot(1, picture(1))
+    assert same(cache.get_slot(2), picture(2))
+    assert same(cache.get_slot(1), picture(1))
 
 
 def test_a_clear_waits_for_writers_and_gives_up_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

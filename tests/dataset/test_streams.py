@@ -406,6 +406,28 @@ class TestFirstPass:
             assert len(stream) == N
             assert sorted(number for _, number in stream) == list(range(N))
 
+    @pytest.mark.filterwarnings("ignore:.*recorded anew")
+    def test_a_rank_that_divides_a_stream_anew_removes_nothing_of_one_that_was_quicker(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with (
+            hotset.cache(Numbers(N), memory="10MiB") as stream,
+            pickle.loads(pickle.dumps(stream)) as other,
+        ):
+            next(iter(hotset.DataLoader(stream, batch_size=4)))
+            before, clear = stream.stats().misses, Store.clear
+            ranks = [hotset.DataLoader(each, batch_size=4, num_workers=2) for each in (other, stream)]
+
+            def overtaken(*arguments: Any, **named: Any) -> bool:
+                monkeypatch.setattr(Store, "clear", clear)
+                assert sorted(values(ranks[0])) == list(range(N))
+                return clear(*arguments, **named)
+
+            monkeypatch.setattr(Store, "clear", overtaken)
+            assert sorted(values(ranks[1])) == list(range(N))
+            assert stream.stats().misses == before + N
+            assert sorted(number for _, number in stream) == list(range(N))
+
     @pytest.mark.parametrize("how", ["it was killed", "it gives them back"])
     def test_what_an_earlier_pass_began_to_store_and_did_not_is_stored(
         self, monkeypatch: pytest.MonkeyPatch, how: str

@@ -1126,6 +1126,35 @@ def test_a_state_that_another_rank_has_loaded_removes_no_samples(make: Make) -> 
         assert cursor_of(first) == cursor_of(second) == 2 * R
 
 
+def test_a_rank_that_is_slow_to_load_a_state_moves_no_window_back(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank has loaded it, and read an epoch, since this one saw that the window has to go back."""
+    first = make()
+    with pickle.loads(pickle.dumps(first)) as second:
+        loaders = [loader_over(first), loader_over(second)]
+        numbers(loaders[0])
+        state = through_a_checkpoint(loaders[0].state_dict())
+        expected = [numbers(loaders[0]) for _ in range(2)]
+        leads, began = Sizes.leads, []
+
+        def overtaken(self: Sizes, then: WindowState, now: WindowState) -> bool:
+            found = leads(self, then, now)
+            monkeypatch.setattr(Sizes, "leads", leads)
+            if not began:
+                loaders[0].load_state_dict(state)
+                assert numbers(loaders[0]) == expected[0]
+                began.append(WindowState.of(store_of(first)))
+            return found
+
+        monkeypatch.setattr(Sizes, "leads", overtaken)
+        loaders[1].load_state_dict(state)
+        assert began == [WindowState.of(store_of(first))]
+        assert first.stats().cached == N
+        assert numbers(loaders[1]) == expected[0]
+        assert [numbers(loader) for loader in loaders] == [expected[1]] * 2
+
+
 def test_a_window_moves_one_epoch_ahead_and_no_further() -> None:
     sizes = Sizes.of(QUARTER, D, 1)
     at = WindowState(1, 3, 2 * R, 0, 0)

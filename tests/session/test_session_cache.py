@@ -56,7 +56,7 @@ from hotset.session.reclaim import reclaim
 from hotset.session.reports import report
 from hotset.session.session_definition import open_quota
 from hotset.session.session_files import retire
-from hotset.store.format import ROW_MASK, Live
+from hotset.store.format import DESTROYED, ROW_MASK, Live
 from hotset.store.segment import Segment
 
 pytestmark = pytest.mark.usefixtures("patient")
@@ -703,6 +703,19 @@ def test_mapping_ahead_takes_nothing_of_what_was_given_back(monkeypatch: pytest.
             if thread.name == "hotset-map":
                 thread.join()
         assert os.fstat(store.segment.fd).st_blocks * 512 < MIB
+
+
+def test_what_was_destroyed_is_neither_cleared_nor_called_anything_else() -> None:
+    session = sessions.create("a", memory=MIB)
+    with hotset.cache(Samples(mapping, N), session="a") as cached:
+        read_all(cached, mapping)
+        store = store_of(cached)
+        sessions.destroy(session)
+        assert not store.clear()
+        assert not store.invalidate()
+        assert store.segment.live[Live.INVALIDATED] == DESTROYED
+        with pytest.warns(HotsetWarning, match="its session was destroyed"):
+            read_all(cached, mapping)
 
 
 def test_the_check_takes_no_session_for_damaged_that_is_being_destroyed(

@@ -162,6 +162,7 @@ class StreamPasses:
         name = self.name
         self._open += 1
         store = parts.store
+        generation = store.clear_generation()
         # A stream that is shuffled anew cannot be continued. Of several ranks, another may have begun anew.
         broken = (
             ranks == 1
@@ -180,7 +181,8 @@ class StreamPasses:
             return False
         if stale or unnamed:
             self._warn_recorded_anew(parts, ranks, workers, broken=broken)
-            if not store.clear():
+            # Another rank may have done so meanwhile, and record already.
+            if not store.clear(generation=generation):
                 return False
         if self._open == _BROKEN_OFF:
             self.warn(
