@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import random
 import struct
+import sys
 import threading
 import time
 import traceback
@@ -335,6 +336,37 @@ def all_pairs(*choices: Iterable[Any]) -> list[tuple[Any, ...]]:
         missing -= pairs(best)
         chosen.append(best)
     return [tuple(choice[at] for choice, at in zip(lists, row, strict=True)) for row in sorted(chosen)]
+
+
+def interrupted_everywhere(body: Callable[[], object]) -> Iterator[None]:
+    """Interrupt a body at one place after the other, until it runs through.
+
+    The places are those at which a signal's handler may run: where a function of Python begins, and where one
+    of C has returned. The interrupts are kept, as a notebook keeps its last one, with all their frames.
+    """
+    kept = []
+    for event in ("call", "c_return"):
+        left = place = 0
+
+        def interrupt(frame: Any, what: str, function: Any) -> None:
+            nonlocal left
+            if what == event and function is not sys.setprofile:  # noqa: B023
+                left -= 1
+                if left < 0:
+                    sys.setprofile(None)
+                    raise KeyboardInterrupt
+
+        while left <= 0:  # the last one came to an interrupt, if perhaps inside a destructor, which drops it
+            left = place
+            try:
+                sys.setprofile(interrupt)
+                body()
+            except KeyboardInterrupt as error:
+                kept.append(error)
+            finally:
+                sys.setprofile(None)
+            place += 1
+            yield
 
 
 def eventually(true: Callable[[], object], within: float = 60.0) -> bool:

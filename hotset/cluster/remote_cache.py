@@ -8,12 +8,10 @@ a sample that is absent then is asked for again, with a claim, when it is needed
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
@@ -84,7 +82,8 @@ class RemoteCache:
         missing = self._missing(store, ids)
         if not len(missing) or store.clear_generation() is None:
             return Fetched()
-        with self._using_peers():
+        with self._turn():
+            self._peers.refresh()
             if self._peers.membership is None:
                 return Fetched()
             try:
@@ -99,7 +98,8 @@ class RemoteCache:
         """Send samples for which this machine has no room to others; whether all of them are kept now."""
         if store.why_full is None:
             return False
-        with self._using_peers():
+        with self._turn():
+            self._peers.refresh()
             if self._peers.membership is None:
                 return False
             ids = np.fromiter(samples, np.int64)
@@ -118,7 +118,8 @@ class RemoteCache:
         missing = self._missing(store, ids)
         if not len(missing) or store.clear_generation() is None or self._pid != os.getpid():
             return
-        with self._using_peers():
+        with self._turn():
+            self._peers.refresh()
             if self._peers.membership is None or ids.tobytes() in self._ahead:
                 return
             cache, clear_generation = self.cache(store), store.clear_generation()
@@ -152,14 +153,11 @@ class RemoteCache:
             self._peers.count(now=True)
         return self._peers.traffic()
 
-    @contextlib.contextmanager
-    def _using_peers(self) -> Iterator[None]:
-        """A block in which no other thread uses the sockets, and the membership is up to date."""
+    def _turn(self) -> threading.Lock:
+        """The lock of the thread that uses the sockets, in this process."""
         if self._pid != os.getpid():
             self._begin()
-        with self._lock:
-            self._peers.refresh()
-            yield
+        return self._lock
 
     # ---- all of it -----------------------------------------------------------------------------------
 
@@ -171,7 +169,8 @@ class RemoteCache:
         """
         deadline = time.monotonic() + _CLEAR_SECONDS
         store.segment.live[Live.CLEARS] += 1  # heartbeats pass it on to machines that cannot be asked now
-        with self._using_peers():
+        with self._turn():
+            self._peers.refresh()
             gone = self._peers.gone()
             kept = self._cleared(self._peers.by_name, store, deadline)
             last = deadline - PATIENCE  # an answer is to come in time

@@ -265,32 +265,35 @@ class Calls:
         if store.keys.flags(state.number) & WRONG:
             return self._timed(state, compute)
         thread, computing = threading.get_ident(), state.share.computing
-        sample, claimed = store.claim_new(
-            key, state.number, lambda sample: computing.setdefault(sample, thread) == thread
-        )
-        if sample < 0:
-            self._tell_full(state)
-            return self._timed(state, compute)
-        value = MISSING
-        if not claimed:
-            claimed, value = self._claim(state, sample, version)
-        if value is not MISSING:
-            state.counters[Counter.HITS] += 1
-            return value
-        if not claimed:
-            return self._timed(state, compute)
+        outer = _computed_by(thread, computing)
         kept = False
         try:
+            sample, claimed = store.claim_new(
+                key, state.number, lambda sample: computing.setdefault(sample, thread) == thread
+            )
+            if sample < 0:
+                self._tell_full(state)
+                return self._timed(state, compute)
+            value = MISSING
+            if not claimed:
+                claimed, value = self._claim(state, sample, version)
+            if value is not MISSING:
+                state.counters[Counter.HITS] += 1
+                return value
+            if not claimed:
+                return self._timed(state, compute)
             if watched:
                 value, may_keep = self._computed(state, sample, identity, compute, describe_again)
             else:
                 value, may_keep = self._timed(state, compute, kept=True), state.process == os.getpid()
             kept = may_keep and self._kept(state, sample, version, value)
+            return value
         finally:
-            if not kept:
-                store.release(sample)  # a forked child has no claim to release
-            state.share.computing.pop(sample, None)
-        return value
+            # Found there, as an interrupt may come before it is known here what was claimed.
+            for sample in _computed_by(thread, computing) - outer:
+                if not kept:
+                    store.release(sample)  # a forked child has no claim to release
+                computing.pop(sample, None)
 
     def _claim(self, state: _InUse, sample: int, version: int) -> tuple[bool, Any]:
         """Claim a sample, or wait for its value: whether it is claimed, and the value or ``MISSING``."""
@@ -557,6 +560,11 @@ def _unused(
     # Bound above: as a finalizer it may run when this module's own names are gone.
     if process == getpid():
         counters[in_use] = 0
+
+
+def _computed_by(thread: int, computing: dict[int, int]) -> set[int]:
+    """The samples that a thread is computing, by a copy, as other threads enter theirs."""
+    return {sample for sample, owner in list(computing.items()) if owner == thread}
 
 
 def name_of(function: Any) -> str:

@@ -28,9 +28,7 @@ changed only under the short lock, under which a store is cleared too, and only 
 
 from __future__ import annotations
 
-import contextlib
 import secrets
-from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
@@ -178,12 +176,6 @@ class StreamParts:
         """Whether this pass still records this part."""
         return int(self._rows[part, Slot.PART_PASS]) == number
 
-    @contextlib.contextmanager
-    def _owned(self, part: int, number: int) -> Iterator[Words | None]:
-        """A block that may change this part's row; None if this pass does not record the part any more."""
-        with self.store.participant.short_lock() as held:
-            yield self._rows[part] if held and self.owns(part, number) else None
-
     def disown(self, part: int, number: int) -> None:
         """Let others record this part.
 
@@ -211,8 +203,9 @@ class StreamParts:
 
     def note(self, part: int, number: int, kept: int) -> bool:
         """Note that so many of a part's first samples are recorded; False if this pass does not record it."""
-        with self._owned(part, number) as row:
-            if row is None:
+        row = self._rows[part]
+        with self.store.participant.short_lock() as held:
+            if not held or not self.owns(part, number):
                 return False
             row[Slot.PART_GIVEN] = max(int(row[Slot.PART_GIVEN]), kept)
             row[Slot.PART_KEPT] = max(int(row[Slot.PART_KEPT]), kept)
@@ -229,9 +222,9 @@ class StreamParts:
 
     def stop(self, part: int, number: int, why: int) -> None:
         """Note why this part is recorded no further, if this pass records it."""
-        with self._owned(part, number) as row:
-            if row is not None:
-                row[Slot.PART_ENDED] |= why << 1
+        with self.store.participant.short_lock() as held:
+            if held and self.owns(part, number):
+                self._rows[part, Slot.PART_ENDED] |= why << 1
 
     def reasons(self) -> set[int]:
         """Why parts are recorded no further: constants of this module."""
@@ -239,8 +232,9 @@ class StreamParts:
 
     def end(self, part: int, number: int, count: int) -> None:
         """Note that this part has ended after so many samples, if this pass records it."""
-        with self._owned(part, number) as row:
-            if row is None:
+        row = self._rows[part]
+        with self.store.participant.short_lock() as held:
+            if not held or not self.owns(part, number):
                 return
             if count < int(row[Slot.PART_GIVEN]):
                 self._live[Live.STREAM_DIFFERS] = 1

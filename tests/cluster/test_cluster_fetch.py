@@ -6,12 +6,14 @@ The logic first, over four stores in one process and messages that are calls; th
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers import interrupted_everywhere
 from samples import big_image_and_label as image
 from stores import ids, store_of
 from torch.utils.data.distributed import DistributedSampler
@@ -301,6 +303,21 @@ def test_what_was_asked_for_ahead_is_not_asked_for_again() -> None:
         assert sorted(way.fetch(store, batch, made.text).ids().tolist()) == sorted(there)
         assert asked(made) == sorted(2 * there), "what has come was for one batch"
         assert made.reads == []
+
+
+def test_an_interrupted_fetch_is_followed_by_others() -> None:
+    with four() as made:
+        batch = ids(sorted(made.sample(order) for order in ("bd", "bc", "c")))
+        store, way = made.peers["a"].store, neighbours(made, "a")
+
+        def fetch() -> None:
+            way.fetch(store, batch, made.text)
+
+        for _ in interrupted_everywhere(fetch):
+            thread = threading.Thread(target=fetch, daemon=True)
+            thread.start()
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 def test_only_what_has_no_room_here_is_passed_on() -> None:

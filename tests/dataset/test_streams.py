@@ -22,6 +22,7 @@ from helpers import (
     all_pairs,
     equal_batches,
     failure,
+    interrupted_everywhere,
     is_a_sentence,
     often,
     rarely,
@@ -30,7 +31,7 @@ from helpers import (
     seed_everything,
 )
 from kills import child, ended
-from stores import attached, ids
+from stores import attached, ids, opened
 from streams import Numbers, Shuffled, share, values
 from torch.utils.data import (
     BatchSampler,
@@ -45,7 +46,7 @@ from torch.utils.data import (
 import hotset
 from hotset.store.claims import Claims
 from hotset.store.store import Store
-from hotset.store.stream_parts import StreamParts
+from hotset.store.stream_parts import NO_ROOM, StreamParts
 
 N = 60
 
@@ -1178,6 +1179,27 @@ class TestKills:
             assert sorted(values(loader)) == list(range(N))
             assert stream.recorded
             del broken_off
+
+
+@pytest.mark.parametrize("step", ["own", "note", "stop", "use", "end"])
+def test_an_interrupt_leaves_no_lock_taken(step: str) -> None:
+    with opened(float, N) as store, attached(store) as other:
+        parts = StreamParts(store)
+        assert parts.divide(1, 1)
+        number, generation = parts.new_pass(), store.clear_generation()
+        assert generation is not None
+        assert parts.own(0, number, generation)
+        counts = itertools.count()
+        steps: dict[str, Callable[[], object]] = {
+            "own": lambda: parts.own(0, number, generation),
+            "note": lambda: parts.note(0, number, 3),
+            "stop": lambda: parts.stop(0, number, NO_ROOM),
+            "use": lambda: parts.use(next(counts)),
+            "end": lambda: parts.end(0, number, 3),
+        }
+        for _ in interrupted_everywhere(steps[step]):
+            with other.participant.short_lock() as held:
+                assert held
 
 
 def test_draws_of_the_program_stay_as_they_are() -> None:

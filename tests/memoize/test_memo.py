@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import io
+import itertools
 import os
 import pickle
 import random
@@ -21,7 +22,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import difference, eventually, in_threads, is_a_sentence, rarely, rng_states, seed_everything
+from helpers import (
+    difference,
+    eventually,
+    in_threads,
+    interrupted_everywhere,
+    is_a_sentence,
+    rarely,
+    rng_states,
+    seed_everything,
+)
 from kills import child, in_child, kill, stop
 from programs import Programs
 from sources import ReadLog
@@ -917,6 +927,22 @@ def test_a_stopped_process_is_waited_for_boundedly(log: ReadLog, monkeypatch: py
         decode.__wrapped__.seconds = 0.0
         assert difference(decode(1), torch.arange(100)) is None
         kill(pid)
+
+
+def test_an_interrupted_call_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotset.memoize.calls._PATIENCE_SECONDS", 0.2)
+    with memo(multiples, key="multiples") as kept:
+        kept(0)
+        numbers = itertools.count(1)
+        now = [0]
+
+        def call() -> None:
+            now[0] = next(numbers)
+            kept(now[0])
+
+        for _ in interrupted_everywhere(call):
+            in_threads(1, lambda _: kept(now[0]))
+        assert kept.stats().uncached == 0, "who finds a claim that was left keeps nothing"
 
 
 class Pairs(Dataset[Any]):
