@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from hotset.determinism.draws.rng import Generators
 from hotset.determinism.equality import content_digests
 from hotset.determinism.objects.code_dependencies import loaded_globals
 from hotset.determinism.objects.object_graph import attributes, held_objects, reached_by_code
-from hotset.determinism.objects.safe_access import attributes_of
+from hotset.determinism.objects.safe_access import UNSET, attributes_of, content_of_cell
 from hotset.determinism.timing import Timed
 
 __all__ = ["Trial", "alters_input", "attempt", "output_and_seconds"]
@@ -74,12 +74,11 @@ def attempt(step: Callable[[Any], Any], inputs: Sequence[Any], seconds: float) -
         "random's global state moved"
     """
     timed = Timed(lambda value: applied(step, value))  # without the copying
-    before = _State(step)
 
     def call(i: int) -> Any:
         return timed(copied(inputs[i]))
 
-    try:
+    with _untouched([step]):
         first = probe(call, range(len(inputs)), (step,), repeats=2)
         settled = _digests(step)
         calls = int(seconds / max(first.seconds * len(inputs), 1e-6)) - 2
@@ -87,8 +86,6 @@ def attempt(step: Callable[[Any], Any], inputs: Sequence[Any], seconds: float) -
         # transform that only remembers its last input (MONAI's readers do) has the same state.
         again = probe(call, range(len(inputs)), (step,), repeats=2 * max(1, min(calls, _REPEATS - 2) // 2))
         changed = _change(settled, _digests(step))
-    finally:
-        before.put_back()
     differs = [*first.differs, *again.differs][:1]
     moved = dict.fromkeys((*first.moved, *again.moved))
     outputs = tuple(f"its output differs from call to call ({text})" for text in differs)
@@ -104,16 +101,12 @@ def output_and_seconds(step: Callable[..., Any], value: Any) -> tuple[Any, float
     Raises:
         Exception: whatever the transform raises, unchanged; all state is put back in this case too.
     """
-    before, generators = _State(step), Generators([step])
     timed = Timed(lambda own: applied(step, own))
-    try:
+    with _untouched([step]):
         made = timed(copied(value))
         while len(timed.times) < _REPEATS and sum(timed.times) < _TIMING_SECONDS:
             timed(copied(value))
         return made, timed.seconds
-    finally:
-        generators.restore()
-        before.put_back()
 
 
 def alters_input(steps: Sequence[Callable[..., Any]], value: Any) -> bool:
@@ -126,18 +119,31 @@ def alters_input(steps: Sequence[Callable[..., Any]], value: Any) -> bool:
         (False, True)
     """
     own = copied(value)
-    before, states, generators = content_digests(own), [_State(step) for step in steps], Generators([steps])
-    try:
-        made = own
-        for step in steps:
-            made = applied(step, made)
-    except Exception:
-        return False
-    finally:
-        generators.restore()
-        for state in states:
-            state.put_back()
+    before = content_digests(own)
+    with _untouched(steps):
+        try:
+            made = own
+            for step in steps:
+                made = applied(step, made)
+        except Exception:
+            return False
     return content_digests(own) != before
+
+
+@contextlib.contextmanager
+def _untouched(steps: Sequence[Any]) -> Iterator[None]:
+    """Put back afterwards what transforms hold and reach, and the generators."""
+    reached = [
+        _Names(owner, whole=owner is step)
+        for step in steps
+        for owner in {id(each): each for each in (*held_objects(step), *reached_by_code(step))}.values()
+    ]
+    try:
+        with Generators([steps]):
+            yield
+    finally:
+        for each in reached:
+            each.put_back()
 
 
 def _digests(step: Any) -> dict[str, bytes]:
@@ -150,18 +156,6 @@ def _change(before: dict[str, bytes], now: dict[str, bytes]) -> tuple[str, ...]:
         if before.get(place) != now.get(place):
             return (f"it changes itself with each call (at {place or 'its own value'})",)
     return ()
-
-
-class _State:
-    """What a transform holds and reaches, to be restored."""
-
-    def __init__(self, step: Any) -> None:
-        owners = {id(owner): owner for owner in (*held_objects(step), *reached_by_code(step))}
-        self._owners = [_Names(owner, whole=owner is step) for owner in owners.values()]
-
-    def put_back(self) -> None:
-        for owner in self._owners:
-            owner.put_back()
 
 
 class _Names:
@@ -185,7 +179,7 @@ class _Names:
     def put_back(self) -> None:
         now = _values(self._owner)
         for name in set(now) - set(self._values):
-            _remove(self._owner, name)
+            _set(self._owner, name)
         for name, value in self._values.items():
             if name not in now or now[name] is not value:
                 _set(self._owner, name, value)
@@ -195,38 +189,27 @@ class _Names:
 
 def _values(owner: Any) -> dict[Any, Any]:
     """What an owner's names stand for. Of a function, a global's name is in a tuple, a cell has a number."""
-    found: dict[Any, Any] = {**attributes(owner)}
     if issubclass(type(owner), type):
-        return {name: value for name, value in found.items() if not name.startswith("__")}
+        return {name: value for name, value in vars(owner).items() if not name.startswith(("__", "_hotset"))}
+    found: dict[Any, Any] = {**attributes(owner)}
     if issubclass(type(owner), types.FunctionType):
         read = {names[0] for names in loaded_globals(owner.__code__)}
         found.update({(name,): owner.__globals__[name] for name in read & owner.__globals__.keys()})
-        for number, cell in enumerate(owner.__closure__ or ()):
-            with contextlib.suppress(ValueError):  # an empty one
-                found[number] = cell.cell_contents
+        cells = dict(enumerate(map(content_of_cell, owner.__closure__ or ())))
+        found.update((number, content) for number, content in cells.items() if content is not UNSET)
     return found
 
 
-def _set(owner: Any, name: Any, value: Any) -> None:
+def _set(owner: Any, name: Any, value: Any = UNSET) -> None:
+    """Have a name stand for a value again, or for nothing."""
     if isinstance(name, int):
-        owner.__closure__[name].cell_contents = value
-    elif isinstance(name, tuple):
-        owner.__globals__[name[0]] = value
-    elif issubclass(type(owner), type):
-        type.__setattr__(owner, name, value)
+        owner, name = owner.__closure__[name], "cell_contents"
+    if isinstance(name, tuple):
+        names, (name,) = owner.__globals__, name
+        names.pop(name) if value is UNSET else names.update({name: value})
     else:
-        object.__setattr__(owner, name, value)
-
-
-def _remove(owner: Any, name: Any) -> None:
-    if isinstance(name, int):
-        del owner.__closure__[name].cell_contents
-    elif isinstance(name, tuple):
-        del owner.__globals__[name[0]]
-    elif issubclass(type(owner), type):
-        type.__delattr__(owner, name)
-    else:
-        object.__delattr__(owner, name)
+        kind: Any = type if issubclass(type(owner), type) else object
+        kind.__delattr__(owner, name) if value is UNSET else kind.__setattr__(owner, name, value)
 
 
 def _size(value: Any) -> int:

@@ -159,6 +159,7 @@ def _named(stranger: Any) -> tuple[Any, None]:
 WAYS: dict[str, Callable[[Any], Any]] = {
     "a global class": lambda stranger: _named(type(stranger)),
     "an attribute": lambda stranger: (Holder(stranger), None),
+    "a class in an attribute": lambda stranger: (Holder(type(stranger)), None),
     "in a list": lambda stranger: (Holder([[stranger], 1]), None),
     "in a dict": lambda stranger: (Holder({"a": {"b": stranger}}), None),
     "in an object": lambda stranger: (Holder(Transform(stranger)), None),

@@ -34,7 +34,7 @@ from hotset.dataset.streams.recording import StreamRecording, StreamRest
 from hotset.dataset.streams.source import StreamSource
 from hotset.determinism.declare import declared
 from hotset.determinism.equality import same
-from hotset.determinism.objects.reading_names import names_read
+from hotset.determinism.objects.reading_names import reading_code
 from hotset.session.job import local_rank
 from hotset.store.claims import Ids
 from hotset.store.format import PRESENT
@@ -215,7 +215,7 @@ class StreamPasses:
         self._held: HeldAttributes | None = None  # what the stream held as it was recorded
         if self._is_believed or self.state != "whole":
             return
-        stream, names = self._stream, names_read(self._stream)
+        stream, names = self._stream, reading_code(self._stream).names
         self._held = self._comparing.run(
             lambda: HeldAttributes(
                 stream,

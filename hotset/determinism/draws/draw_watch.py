@@ -65,20 +65,21 @@ class DrawWatch:
         (True, True)
     """
 
-    # Of this process, so not pickled: the count of entropy.taken(), how many readings took some, and whether
-    # a sample depended on it.
+    # Of this process, so not pickled: the generators, and the attributes of near objects, from the first
+    # begin() on; the count of entropy.taken(), how many readings took some, and whether a sample depended on
+    # it; where generators were made since the last comparison.
+    _generators: Generators
+    _near: NearAttributes
     _entropy = _asked = 0
     _entropy_matters = False
+    _made: Sequence[Changed] = ()
 
     def __init__(self, holders: Sequence[object]) -> None:
         self._holders = list(holders)
-        self._generators: Generators | None = None
-        self._near = NearAttributes([])
-        self._made: list[Changed] = []  # where generators were made since the last comparison
 
     def begin(self) -> None:
         """From here on, compare with the present states."""
-        if self._generators is None:
+        if not hasattr(self, "_generators"):
             self._generators = Generators(self._holders)
             self._near = NearAttributes(self._holders)
         elif self._near.have_other_types:  # a reading for use may have made a generator
@@ -99,10 +100,9 @@ class DrawWatch:
             read_again: reads the same samples once more. It is called at most three times, and only where
                 another thread may have drawn, where a generator was made, or where reading has taken entropy.
         """
-        assert self._generators is not None, "begin() comes first"
         before, self._entropy = self._entropy, entropy.taken()
         took_entropy = before != self._entropy
-        self._made = []
+        self._made = ()
         drew = self._moved()
         if drew or took_entropy:
             drew = self._judge(drew, took_entropy, read, read_again)
@@ -113,7 +113,6 @@ class DrawWatch:
         self, drew: bool, took_entropy: bool, read: object, read_again: Callable[[], object] | None
     ) -> bool:
         """As :meth:`drew`, where a generator has moved or entropy was taken."""
-        assert self._generators is not None
         began, others, made = self._generators.noted(), drew and _others_run(), self._made
         if (others or made) and read_again is not None:
             drew = self._draws_again(read, read_again)
@@ -127,7 +126,7 @@ class DrawWatch:
             self._generators.note()
         return drew
 
-    def _unmake(self, made: list[Changed], read: object, read_again: Callable[[], object]) -> None:
+    def _unmake(self, made: Sequence[Changed], read: object, read_again: Callable[[], object]) -> None:
         """Put back objects in which a generator was made, if what was read comes from their former state."""
         had = [(owner, dict(attributes_of(owner) or {})) for owner, _ in made]
         put_back(made)
@@ -143,7 +142,6 @@ class DrawWatch:
 
     def _draws_again(self, read: object, read_again: Callable[[], object]) -> bool:
         """Whether this reading has drawn, rather than another thread meanwhile, or only made a generator."""
-        assert self._generators is not None
         for _ in range(_REPEATS):
             self._generators.note()
             again = read_again()
@@ -170,19 +168,18 @@ class DrawWatch:
 
     def _moved(self) -> bool:
         """Whether a generator has moved, or was made."""
-        assert self._generators is not None
         moved = self._generators.any_moved
         if self._near.have_other_types:
             # A generator that was made meanwhile counts as having drawn.
             made = self._near.with_new(KINDS)
             if self._generators.look_again(self._holders):
                 moved = True
-                self._made += made
+                self._made = [*self._made, *made]
             self._near.look()
         return moved
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_holders": self._holders, "_generators": None, "_near": NearAttributes([]), "_made": []}
+        return {"_holders": self._holders}
 
 
 def _others_run() -> bool:

@@ -53,30 +53,24 @@ def add(calls: int) -> None:
 
 @functools.cache
 def _count_from_now_on() -> None:
-    urandom, seed = os.urandom, random.Random.seed
-
-    @functools.wraps(urandom)
-    def counted_urandom(size: int, /) -> bytes:
-        _calls.count += 1
-        return urandom(size)
+    seed = random.Random.seed
 
     @functools.wraps(seed)
     def counted_seed(self: random.Random, a: Any = None, *args: Any, **named: Any) -> None:
         _calls.count += a is None
         seed(self, a, *args, **named)
 
-    counted_urandom.__module__ = "os"  # by which it is pickled
-    os.urandom = random._urandom = counted_urandom  # type: ignore[attr-defined]
+    os.urandom = random._urandom = _counted(os.urandom)  # type: ignore[attr-defined]
     if hasattr(os, "getrandom"):
-        os.getrandom = _counted_getrandom(os.getrandom)
+        os.getrandom = _counted(os.getrandom)
     random.Random.seed = counted_seed  # type: ignore[method-assign]
 
 
-def _counted_getrandom(getrandom: Callable[..., bytes]) -> Callable[..., bytes]:
-    @functools.wraps(getrandom)
-    def counted(size: int, flags: int = 0) -> bytes:
+def _counted(function: Callable[..., bytes]) -> Callable[..., bytes]:
+    @functools.wraps(function)
+    def counted(*args: Any, **named: Any) -> bytes:
         _calls.count += 1
-        return getrandom(size, flags)
+        return function(*args, **named)
 
     counted.__module__ = "os"  # by which it is pickled
     return counted

@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hotset.determinism.libraries.albumentations import compositions, nothing_is_random
+from hotset.determinism.libraries.albumentations import nothing_is_random
 from hotset.determinism.objects.object_graph import within_reach
+from hotset.determinism.objects.safe_access import loaded_class
 
 __all__ = ["GLOBAL", "KINDS", "Generators", "access"]
 
@@ -80,6 +81,8 @@ class _Watched:
 
 class Generators:
     """The global generators and all that ``holders`` hold, with their states as they are now.
+
+    At the end of a ``with`` block they are put back, as :meth:`restore` does.
 
     Example:
         >>> watched = Generators([])
@@ -160,10 +163,16 @@ class Generators:
         for watched in self._watched.values():
             watched.put(watched.state)
 
+    def __enter__(self) -> Generators:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
 
 def _generators(holders: Sequence[object]) -> Iterator[tuple[str, object]]:
     """The generators that the holders reach, with their paths, but for those from which nothing is drawn."""
-    kinds = compositions()
+    kinds = loaded_class("albumentations.core.composition", "BaseCompose")
     for path, found in within_reach(holders, (*KINDS, *kinds)):
         if not issubclass(type(found), kinds):
             yield path, found

@@ -13,21 +13,18 @@ An object that a program changes in place stays the same object. Where the funct
 
 from __future__ import annotations
 
-import dis
-import functools
 import types
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from hotset.determinism.objects.code_dependencies import is_users, loaded_globals
-from hotset.determinism.objects.safe_access import has, is_a
+from hotset.determinism.objects.code_dependencies import cells_of, globals_of, is_users
+from hotset.determinism.objects.safe_access import UNSET, content_of_cell, has, is_a
 
-__all__ = ["Bindings", "bound_by"]
+__all__ = ["Bindings"]
 
 _MOST = 500
 _FIXED = (type(None), bool, int, float, complex, str, bytes, types.ModuleType, types.BuiltinFunctionType)
-_ABSENT = object()
 
 
 class Bindings:
@@ -83,36 +80,20 @@ class Bindings:
     def _note_function(self, function: types.FunctionType) -> list[Any]:
         found: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         self._code.append((function, function.__code__, function.__defaults__, function.__kwdefaults__))
-        own = bound_by(function.__code__)
-        for free, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            if free not in own:
-                content = _content(cell)
-                self._cells.append((cell, content))
-                found.append(content)
-        names = function.__globals__
-        for name, *attributes in loaded_globals(function.__code__):
-            value = names.get(name, _ABSENT)
-            if value is _ABSENT or name in own:
-                continue  # a built-in, or not there yet: an error when it is called
-            self._globals.append((names, name, value))
-            for attribute in attributes:  # what the function reads from a module: ``helpers.scale``
-                if not is_a(value, types.ModuleType):
-                    break
-                inside, value = vars(value), vars(value).get(attribute, _ABSENT)
-                if value is _ABSENT:
-                    break
-                self._globals.append((inside, attribute, value))
-            if value is not _ABSENT:
-                found.append(value)
-        return found
+        cells = [(cell, content_of_cell(cell)) for cell in cells_of(function).values()]
+        # Others are built-ins, or not there yet: an error when the function is called.
+        bound = [(names, name, names[name]) for names, name in globals_of(function) if name in names]
+        self._cells += cells
+        self._globals += bound
+        return [*found, *(content for _, content in cells), *(value for *_, value in bound)]
 
     def changed(self) -> bool:
         """Whether a name stands for another object than when this was made."""
         for names, name, value in self._globals:
-            if names.get(name, _ABSENT) is not value:
+            if names.get(name, UNSET) is not value:
                 return True
         for cell, content in self._cells:
-            if _content(cell) is not content:
+            if content_of_cell(cell) is not content:
                 return True
         for function, code, defaults, named in self._code:
             if function.__code__ is not code or function.__defaults__ is not defaults:
@@ -120,17 +101,3 @@ class Bindings:
             if function.__kwdefaults__ is not named:
                 return True
         return False
-
-
-@functools.lru_cache(maxsize=1024)
-def bound_by(code: types.CodeType) -> frozenset[str]:
-    """The globals and the enclosing functions' names that code binds itself."""
-    steps = dis.get_instructions(code)
-    return frozenset(step.argval for step in steps if step.opname in ("STORE_GLOBAL", "STORE_DEREF"))
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # empty
-        return _ABSENT

@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "cells_of",
     "constants_of",
+    "globals_of",
     "imports",
     "installed",
     "is_users",
@@ -55,6 +57,37 @@ def loaded_globals(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
     return tuple(dict.fromkeys(chain for each in _nested(code) for chain in _chains(each)))
 
 
+def globals_of(function: types.FunctionType) -> Iterator[tuple[dict[str, Any], str]]:
+    """Each global that a function reads, and each attribute of a module: the namespace, and the name in it.
+
+    A name that the function itself binds (``global count; count += 1``) is its own state, and left out.
+    """
+    for name, *attributes in loaded_globals(function.__code__):
+        names = function.__globals__
+        if name in _bound_by(function.__code__):
+            continue
+        yield names, name
+        for attribute in attributes:  # settings.SIZE
+            value = names.get(name)
+            if not issubclass(type(value), types.ModuleType):
+                break
+            names, name = vars(value), attribute
+            yield names, name
+
+
+def cells_of(function: types.FunctionType) -> dict[str, types.CellType]:
+    """The variables of enclosing functions that a function reads, and does not bind itself."""
+    code = function.__code__
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell for name, cell in cells if name not in _bound_by(code)}
+
+
+@lru_cache(maxsize=1024)
+def _bound_by(code: types.CodeType) -> frozenset[str]:
+    steps = dis.get_instructions(code)
+    return frozenset(step.argval for step in steps if step.opname in ("STORE_GLOBAL", "STORE_DEREF"))
+
+
 @lru_cache(maxsize=4096)
 def imports(code: types.CodeType) -> tuple[str, ...]:
     """Return the modules that ``code`` and the code nested in it import while they run.
@@ -81,25 +114,29 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(name for each in _nested(code) for name in each.co_names)
 
 
-def is_users(value: object) -> bool:
+def is_users(value: Any) -> bool:
     """Whether a function, a class, or the class of an object is defined in a module of the user's.
 
     A partial counts as the function that it calls, a method as its function. A function that ``exec`` made is
     in no module.
     """
+    value = _called(value)
     kind = type(value)
-    if issubclass(kind, functools.partial):
-        return is_users(value.func)  # type: ignore[attr-defined]
-    if issubclass(kind, (types.MethodType, staticmethod, classmethod)):
-        return is_users(value.__func__)  # type: ignore[attr-defined]
     if issubclass(kind, types.FunctionType):
-        names = value.__globals__  # type: ignore[attr-defined]
+        names = value.__globals__
         name = names.get("__name__")
     else:
         name = getattr(value if issubclass(kind, type) else kind, "__module__", None)
         names = getattr(sys.modules.get(str(name)), "__dict__", None)
     module = sys.modules.get(name) if isinstance(name, str) else None
     return module is not None and vars(module) is names and installed(str(name)) is None
+
+
+def _called(value: Any) -> Any:
+    """What a partial calls, and the function of a method; any other value as it is."""
+    while issubclass(type(value), (functools.partial, types.MethodType, staticmethod, classmethod)):
+        value = value.func if issubclass(type(value), functools.partial) else value.__func__
+    return value
 
 
 def replaced_by_users(names: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -112,11 +149,10 @@ def replaced_by_users(names: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _root_of(value: Any) -> str:
-    while not isinstance(value, types.FunctionType):
-        value = value.func if isinstance(value, functools.partial) else value.__func__
-        if not isinstance(value, (types.FunctionType, functools.partial, staticmethod, classmethod)):
-            return ""
-    return str(value.__globals__.get("__name__")).partition(".")[0]
+    called = _called(value)
+    if not issubclass(type(called), types.FunctionType):
+        return ""
+    return str(called.__globals__.get("__name__")).partition(".")[0]
 
 
 def constants_of(module: str, names: Iterable[str]) -> list[tuple[str, Any]]:

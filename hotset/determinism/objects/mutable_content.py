@@ -22,11 +22,12 @@ from __future__ import annotations
 import ctypes
 import io
 import pickle
-import sys
 from typing import Any
 
 import numpy as np
 import torch
+
+from hotset.determinism.objects.safe_access import loaded_class
 
 __all__ = ["bytes_of", "content_of", "is_shared", "put_content", "whole_content_of"]
 
@@ -52,17 +53,17 @@ def content_of(value: Any, most: int) -> bytes | None:
         return value.tobytes() if value.nbytes <= most and not value.dtype.hasobject else None
     if issubclass(type(value), torch.Tensor):
         return _bytes_of_tensor(value, most)
-    if _is_a(value, "multiprocessing.sharedctypes", "SynchronizedBase"):
+    if issubclass(type(value), loaded_class("multiprocessing.sharedctypes", "SynchronizedBase")):
         value = value.get_obj()
     if issubclass(type(value), _C_DATA):
         memory = memoryview(value).cast("B") if ctypes.sizeof(value) <= most else None
         return bytes(memory) if memory is not None else None
-    if _is_a(value, "multiprocessing.synchronize", "Event"):
+    if issubclass(type(value), loaded_class("multiprocessing.synchronize", "Event")):
         flag = getattr(value, "_flag", None)  # is_set() takes a lock, which a killed process may hold
         return bytes([flag.get_value() & 1]) if flag is not None else None
     if _is_table(value):
         return _bytes_of_table(value, most)
-    if _is_a(value, "multiprocessing.shared_memory", "SharedMemory"):
+    if issubclass(type(value), loaded_class("multiprocessing.shared_memory", "SharedMemory")):
         shared = getattr(value, "_buf", None)  # None once it is closed
         return bytes(shared) if shared is not None and len(shared) <= most else None
     return None
@@ -159,7 +160,8 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def _is_table(value: Any) -> bool:
-    return _is_a(value, "pandas", "DataFrame") or _is_a(value, "pandas", "Series")
+    kinds = (*loaded_class("pandas", "DataFrame"), *loaded_class("pandas", "Series"))
+    return issubclass(type(value), kinds)
 
 
 def _bytes_of_table(table: Any, most: int) -> bytes | None:
@@ -182,9 +184,3 @@ def _bytes_of_column(column: Any, most: int) -> bytes | None:
         values = column.to_numpy()
         return bytes(values.tobytes()) if values.nbytes <= most else None
     return whole_content_of(column.tolist(), min(most, _TEXTS)) if len(column) <= _LONGEST else None
-
-
-def _is_a(value: Any, module: str, name: str) -> bool:
-    """Whether a value is of a class of a module, which nobody has imported if there is none."""
-    kind = getattr(sys.modules.get(module), name, None)
-    return kind is not None and issubclass(type(value), kind)

@@ -8,12 +8,11 @@ known. So the objects get back what they had: None, or nothing, and with it what
 
 from __future__ import annotations
 
-import itertools
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from hotset.determinism.objects.object_graph import attributes, within_reach
+from hotset.determinism.objects.object_graph import attributes, parts_of_chains, within_reach
 from hotset.determinism.objects.safe_access import attributes_of, dict_of, set_attribute
 from hotset.store.leaves.instances import slots_of
 
@@ -107,8 +106,7 @@ def _has_attributes(obj: object) -> bool:
 
 def near_objects(holders: Iterable[object]) -> Iterator[object]:
     """The holders, and the objects with attributes that they hold, two levels down; at most 64 in all."""
-    chains: Iterator[Any] = (each if type(each) in (list, tuple) else (each,) for each in holders)
-    level = list(itertools.chain.from_iterable(chains))
+    level = list(parts_of_chains(holders))
     seen: dict[int, object] = {}
     for _ in range(_LEVELS):
         level = [each for each in level if _has_attributes(each) and id(each) not in seen]

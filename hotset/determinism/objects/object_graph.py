@@ -18,10 +18,11 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,10 +35,10 @@ from hotset.determinism.objects.code_dependencies import (
     loaded_globals,
     names_in,
 )
-from hotset.determinism.objects.safe_access import is_opaque, shown, values_of
+from hotset.determinism.objects.safe_access import UNSET, content_of_cell, is_opaque, shown, values_of
 from hotset.store.leaves.instances import slots_of
 
-__all__ = ["attributes", "held_objects", "loaded_by", "reached_by_code", "within_reach"]
+__all__ = ["attributes", "held_objects", "loaded_by", "parts_of_chains", "reached_by_code", "within_reach"]
 
 Kinds = tuple[type, ...]
 
@@ -74,26 +75,16 @@ def within_reach(holders: Sequence[object], kinds: Kinds) -> Iterator[tuple[str,
         ['flip -> rng']
     """
     seen: dict[int, object] = {}  # keeps the objects alive, as ids are reused
-    # A chain given as one holder is named after its parts: "Flip.rng", not "tuple[1].rng".
-    chains: Iterator[Any] = (holder if type(holder) in (list, tuple) else (holder,) for holder in holders)
-    for holder in itertools.chain.from_iterable(chains):
-        queue: deque[tuple[str, Any, int]] = deque([(_name(holder), holder, 0)])
-        bound = len(seen) + _OBJECTS
-        while queue and len(seen) < bound:
-            path, node, depth = queue.popleft()
-            if id(node) in seen or is_opaque(node):
-                continue
-            found = issubclass(type(node), kinds)
-            if type(node) in _ATOMS and not found:
-                continue
-            seen[id(node)] = node
-            if found:
+    for holder in parts_of_chains(holders):
+        for path, node in _walk(_name(holder), holder, seen, _OBJECTS, kinds, deepest=_DEPTH):
+            if issubclass(type(node), kinds):
                 yield path, node
-            elif depth < _DEPTH:
-                for label, child in _reachable(node, kinds):
-                    # Attributes of a class are named after it: an instance may have one of that name as well.
-                    here = child.__qualname__ if issubclass(type(child), type) else path + label
-                    queue.append((here, child, depth + 1))
+
+
+def parts_of_chains(holders: Iterable[object]) -> Iterator[Any]:
+    """The holders, of a list or tuple its elements: a generator is named "Flip.rng", not "tuple[1].rng"."""
+    for holder in holders:
+        yield from holder if type(holder) in (list, tuple) else (holder,)  # type: ignore[misc]
 
 
 def loaded_by(function: types.FunctionType) -> Iterator[Any]:
@@ -155,19 +146,54 @@ def _near(holder: Any, most: int, *, code: bool) -> Iterator[Any]:
         most: how many objects to look at.
         code: whether also through functions and classes.
     """
-    seen: dict[int, object] = {}
-    queue: deque[Any] = deque([holder])
-    while queue and len(seen) < most:
-        node = queue.popleft()
+
+    def is_left_out(node: Any) -> bool:
+        is_code = issubclass(type(node), _NAMED)
+        origin = node if is_code else type(node)
+        return (is_code and not code) or str(origin.__module__).partition(".")[0] == "hotset"
+
+    return (node for _, node in _walk("", holder, {}, most, is_left_out=is_left_out))
+
+
+def _walk(
+    name: str,
+    holder: Any,
+    seen: dict[int, object],
+    most: int,
+    kinds: Kinds = (),
+    is_left_out: Callable[[Any], bool] | None = None,
+    deepest: float = math.inf,
+) -> Iterator[tuple[str, Any]]:
+    """The holder and all that it reaches but atoms and modules, near ones first, each with the path to it.
+
+    Args:
+        name: of the holder.
+        holder: where to begin.
+        seen: what was looked at already, by id.
+        most: how many objects to look at.
+        kinds: of the objects that are searched for: the walk does not continue into one.
+        is_left_out: whether it leaves out another object than the holder.
+        deepest: how far from the holder it goes.
+    """
+    queue: deque[tuple[str, Any, int]] = deque([(name, holder, 0)])
+    bound = len(seen) + most
+    while queue and len(seen) < bound:
+        path, node, depth = queue.popleft()
+        if id(node) in seen or is_opaque(node):
+            continue
         kind = type(node)
-        if id(node) in seen or is_opaque(node) or kind in _ATOMS or issubclass(kind, types.ModuleType):
+        found = issubclass(kind, kinds)
+        if not found and (kind in _ATOMS or issubclass(kind, types.ModuleType)):
+            continue
+        if depth and is_left_out is not None and is_left_out(node):
             continue
         seen[id(node)] = node
-        origin = node if issubclass(kind, _NAMED) else kind
-        if node is holder or str(origin.__module__).partition(".")[0] != "hotset":
-            yield node
-            parts = (part for _, part in _reachable(node, ()))
-            queue.extend(part for part in parts if code or not issubclass(type(part), _NAMED))
+        if depth and issubclass(kind, type):
+            # Attributes of a class are named after it: an instance may have one of that name as well.
+            path = node.__qualname__
+        yield path, node
+        if depth < deepest and not found:
+            queue.extend((path + label, child, depth + 1) for label, child in _reachable(node, kinds))
 
 
 def _name(holder: Any) -> str:
@@ -182,8 +208,6 @@ def _reachable(node: Any, kinds: Kinds) -> Iterator[tuple[str, Any]]:
     Asks ``type(node)`` throughout: ``isinstance`` would read the object's own ``__class__`` too.
     """
     kind = type(node)
-    if issubclass(kind, types.ModuleType):
-        return
     if issubclass(kind, type):
         yield from _of_class(node)
         return
@@ -216,10 +240,8 @@ def _of_class(cls: type) -> Iterator[tuple[str, Any]]:
 def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield f".{name}", cell.cell_contents
-        except ValueError:  # an empty cell
-            continue
+        if (content := content_of_cell(cell)) is not UNSET:
+            yield f".{name}", content
     positional = code.co_varnames[: code.co_argcount]
     defaults = function.__defaults__ or ()
     yield from ((f"({name}=)", value) for name, value in zip(positional[::-1], defaults[::-1], strict=False))

@@ -14,9 +14,8 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from hotset.determinism.objects.bindings import bound_by
-from hotset.determinism.objects.code_dependencies import installed, is_users, loaded_globals, names_in
-from hotset.determinism.objects.safe_access import is_opaque
+from hotset.determinism.objects.code_dependencies import cells_of, globals_of, installed, is_users, names_in
+from hotset.determinism.objects.safe_access import UNSET, content_of_cell, is_opaque
 
 __all__ = ["outer_names"]
 
@@ -35,51 +34,27 @@ def outer_names(code: Iterable[Any], classes: Iterable[type]) -> list[Any]:
             kinds.append(each)
         elif type(each) is types.FunctionType and is_users(each):
             named |= names_in(each.__code__)
-            _add_globals(found, each)
+            for names, name in globals_of(each):
+                if installed(str(names.get("__name__"))) is None:
+                    found.setdefault(id(names), (names, set()))[1].add(name)
             closures += _closure(each)
     shown = [_shown(str(names.get("__name__")), names, used) for names, used in found.values()]
     users = {base for each in kinds if not is_opaque(each) for base in each.__mro__ if is_users(base)}
     return [*shown, *closures, *(_shown(each.__name__, vars(each), named) for each in users)]
 
 
-def _add_globals(found: dict[int, tuple[Any, set[str]]], function: types.FunctionType) -> None:
-    bound = bound_by(function.__code__)
-    for name, *attributes in loaded_globals(function.__code__):
-        names = function.__globals__
-        if name in bound:
-            continue
-        _add(found, names, name)
-        value = names.get(name)
-        for attribute in attributes:  # settings.SIZE
-            if type(value) is not types.ModuleType:
-                break
-            _add(found, vars(value), attribute)
-            value = vars(value).get(attribute)
-
-
-def _add(found: dict[int, tuple[Any, set[str]]], names: Any, name: str) -> None:
-    if installed(str(names.get("__name__"))) is None:
-        found.setdefault(id(names), (names, set()))[1].add(name)
-
-
 def _closure(function: types.FunctionType) -> list[Any]:
     """The variables of enclosing functions that a function reads; nothing if there are none."""
-    code, bound = function.__code__, bound_by(function.__code__)
-    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-    read = {name: cell for name, cell in cells if name not in bound}
-    if not read:
+    cells = cells_of(function)
+    if not cells:
         return []
     title = function.__qualname__.rpartition("<locals>.")[2]
-    return [
-        _titled(title, lambda: {name: cell.cell_contents for name, cell in read.items() if _is_set(cell)})
-    ]
 
+    def held() -> dict[str, Any]:
+        content = {name: content_of_cell(cell) for name, cell in cells.items()}
+        return {name: value for name, value in content.items() if value is not UNSET}
 
-def _is_set(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False
+    return [_titled(title, held)]
 
 
 def _shown(title: str, names: Any, used: set[str]) -> Any:

@@ -25,7 +25,7 @@ from hotset.determinism.objects.code_dependencies import is_users, names_in
 from hotset.determinism.objects.object_graph import held_objects, loaded_by
 from hotset.determinism.objects.safe_access import attributes_of, is_a, is_opaque, length, values_of
 
-__all__ = ["ReadingCode", "names_read", "reading_code"]
+__all__ = ["ReadingCode", "reading_code"]
 
 _READING = ("__getitem__", "__getitems__", "__getattr__", "__getattribute__")
 _IN_READING = ("__len__", "__iter__", "__call__", "__enter__", "__exit__")  # which code calls without a name
@@ -49,11 +49,6 @@ class ReadingCode(NamedTuple):
 
     names: frozenset[str] | None
     functions: list[types.FunctionType]
-
-
-def names_read(dataset: Any, but: Collection[str] = ()) -> frozenset[str] | None:
-    """As :func:`reading_code`, the names alone."""
-    return reading_code(dataset, but).names
 
 
 def reading_code(dataset: Any, but: Collection[str] = ()) -> ReadingCode:

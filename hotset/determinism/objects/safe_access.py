@@ -27,6 +27,8 @@ kind. A container is one by its type: a proxy of a list has no elements of its o
 from __future__ import annotations
 
 import contextlib
+import sys
+import types
 from collections import deque
 from typing import Any
 
@@ -35,6 +37,7 @@ from hotset.store.leaves.instances import slots_of
 __all__ = [
     "UNSET",
     "attributes_of",
+    "content_of_cell",
     "dict_of",
     "elements",
     "has",
@@ -42,6 +45,7 @@ __all__ = [
     "is_a",
     "is_opaque",
     "length",
+    "loaded_class",
     "set_attribute",
     "shown",
     "values_of",
@@ -52,14 +56,8 @@ UNSET = object()
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, bytearray)
 _ASKED = (
-    "__module__",
-    "__qualname__",
-    "__name__",
-    "__mro__",
-    "__bases__",
-    "__base__",
-    "__dict__",
-    "__flags__",
+    *("__module__", "__qualname__", "__name__", "__mro__"),
+    *("__bases__", "__base__", "__dict__", "__flags__"),
 )
 
 
@@ -77,6 +75,17 @@ def is_a(value: object, kinds: type | tuple[Any, ...]) -> bool:
         return isinstance(value, kinds)
     except Exception:  # of the object's own code
         return False
+
+
+def loaded_class(module: str, name: str) -> tuple[type, ...]:
+    """A class of a module, for :func:`is_a`; nothing is of it as long as nobody has imported the module.
+
+    Example:
+        >>> loaded_class("json", "JSONDecodeError"), loaded_class("no.module", "Image")
+        ((<class 'json.decoder.JSONDecodeError'>,), ())
+    """
+    kind = getattr(sys.modules.get(module), name, None)
+    return () if kind is None else (kind,)
 
 
 def is_opaque(value: object) -> bool:
@@ -106,10 +115,18 @@ def dict_of(value: object) -> dict[str, Any] | None:
         (None, None)
     """
     try:
-        held = vars(value)
+        held = vars(value)  # of a weak proxy, those of what it stands for
     except Exception:  # of the object's own code
         return None
     return held if issubclass(type(held), dict) else None
+
+
+def content_of_cell(cell: types.CellType) -> Any:
+    """What a variable of an enclosing function stands for; :data:`UNSET` if it is not bound yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return UNSET
 
 
 def attributes_of(value: object) -> dict[str, Any] | None:
