@@ -13,7 +13,6 @@ content then, or ``(original, result)`` and ``(result, original)`` would look al
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 
 from hotset.determinism.aliasing import copied
 from hotset.determinism.equality import same
+from hotset.determinism.objects.safe_access import loaded_class
 
 __all__ = ["ChainCall", "Made", "Result", "SamplePath", "are_at", "note", "noted", "places_of", "value_at"]
 
@@ -68,8 +68,7 @@ def _mark(value: Any) -> bool:
 
 
 def _is_picture(value: Any) -> bool:
-    pillow = sys.modules.get("PIL.Image")
-    return pillow is not None and isinstance(value, pillow.Image)
+    return isinstance(value, loaded_class("PIL.Image", "Image"))
 
 
 def _picture(image: Any) -> tuple[Any, ...]:

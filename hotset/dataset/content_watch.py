@@ -151,15 +151,14 @@ class ContentWatch:
         for name, now in _torch_defaults().items() if not shared else ():
             if now != self._defaults[name]:
                 return Difference("torch", name, is_shared=False)
-        return self._comparing.run(lambda: self._change_held(shared=shared))
+        return self._comparing.run(lambda: self._change_here(shared=shared))
 
-    def _change_held(self, *, shared: bool) -> Difference | None:
+    def _change_here(self, *, shared: bool) -> Difference | None:
         found = self._held.changed(shared=shared) if self._held is not None else None
-        return found if found is not None or shared else self._change_around()
-
-    def _change_around(self) -> Difference | None:
-        """A global, or an attribute of a class, that is another now, and changes samples."""
+        if found is not None or shared:
+            return found
         found = self._around.changed() if self._around is not None else None
+        # A global, or an attribute of a class, counts if it changes samples.
         if found is not None and not self._samples_differ():
             self._look_around()
             return None

@@ -33,6 +33,7 @@ elements and bytes: of what has no room only the identity counts, and the length
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import operator
 import types
@@ -59,7 +60,7 @@ from hotset.determinism.objects.safe_access import (
     set_attribute,
 )
 
-__all__ = ["Difference", "HeldAttributes", "Room", "datasets_in"]
+__all__ = ["Difference", "HeldAttributes", "Room", "datasets_in", "same_value"]
 
 Counts = Callable[[Any, str], bool]
 
@@ -243,16 +244,17 @@ class _Owner(NamedTuple):
     @classmethod
     def of(cls, owner: Any, room: Room, counts: Counts) -> _Owner:
         held = {name: value for name, value in (attributes_of(owner) or {}).items() if counts(owner, name)}
-        seen = {name: found for name, value in held.items() if (found := _seen(value, room)) is not None}
+        seen = {}
+        for name, value in held.items():
+            with contextlib.suppress(Exception):  # of a stranger's code: it cannot be looked into
+                if (found := _Seen.of(value, room)) is not None:
+                    seen[name] = found
         return cls(owner, held, seen, _lengths(held))
 
 
-def _seen(value: Any, room: Room) -> _Seen | None:
-    """As :meth:`_Seen.of`; None, too, if the value holds something that cannot be looked into."""
-    try:
-        return _Seen.of(value, room)
-    except Exception:  # of a stranger's code
-        return None
+def _is_its_own(owner: Any, name: str) -> bool:
+    """Whether an attribute is the owner's: hotset keeps some in the user's objects."""
+    return not name.startswith("_hotset")
 
 
 class HeldAttributes:
@@ -262,7 +264,7 @@ class HeldAttributes:
         dataset: the dataset, before it is read; None for none.
         transforms: its transforms, before they are called.
         room: how much is looked at; it is used up.
-        counts: whether an attribute of an owner counts; None: all do.
+        counts: whether an attribute of an owner counts; all of its own do by default.
         libraries: whether the objects of libraries count as well that a transform holds.
         others: further objects, whose attributes count without the datasets that they hold.
 
@@ -285,12 +287,12 @@ class HeldAttributes:
         dataset: Any,
         transforms: Iterable[Any] = (),
         room: Room | None = None,
-        counts: Counts | None = None,
+        counts: Counts = _is_its_own,
         libraries: bool = False,
         others: Iterable[Any] = (),
     ) -> None:
         room = Room() if room is None else room
-        self._counts = counts or _counts
+        self._counts = counts
         owners: dict[int, Any] = {}
         kinds_of_transforms: tuple[type, ...] = (object,) if libraries else _NAMESPACES
         holders = [(dataset, _NAMESPACES), *((_holder(each), kinds_of_transforms) for each in transforms)]
@@ -356,20 +358,21 @@ class HeldAttributes:
                     continue
                 if name in seen and seen[name].is_like(now.get(name)):
                     continue
-                is_set = not (name in held and name in now and _same(now[name], held[name]))
+                is_set = not (name in held and name in now and same_value(now[name], held[name]))
                 if is_set or (name in seen and not seen[name].is_as_it_was()):
                     is_computed = is_set and _is_computed(owner, name, held.get(name))
                     yield Difference(kind, name, name in seen and seen[name].is_shared(), is_computed)
 
 
-def _same(one: Any, other: Any) -> bool:
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two values are one object, or equal numbers or texts of one type, or tuples of such."""
     if one is other:
         return True
     if type(one) is not type(other):
         return False
     kind = type(one)
     if issubclass(kind, tuple):
-        return length(one) == length(other) and all(map(_same, elements(one), elements(other)))
+        return length(one) == length(other) and all(map(same_value, elements(one), elements(other)))
     plain: Any = next((base for base in _PLAIN if issubclass(kind, base)), None)
     return plain is not None and plain.__eq__(one, other) is True
 
@@ -377,7 +380,7 @@ def _same(one: Any, other: Any) -> bool:
 def _same_elements(one: list[Any], other: list[Any]) -> bool:
     if len(one) != len(other):
         return False
-    return all(map(operator.is_, one, other)) or all(map(_same, one, other))
+    return all(map(operator.is_, one, other)) or all(map(same_value, one, other))
 
 
 def _is_computed(owner: Any, name: str, before: Any) -> bool:
@@ -407,11 +410,6 @@ def _itself(dataset: Any) -> Iterator[Any]:
     kind = type(dataset)
     if issubclass(kind, (*_ENTERED, np.ndarray, torch.Tensor)):
         yield type(kind.__name__, (types.SimpleNamespace,), {})(elements=dataset)
-
-
-def _counts(owner: Any, name: str) -> bool:
-    """Whether an attribute is the owner's: hotset keeps some in the user's objects."""
-    return not name.startswith("_hotset")
 
 
 def _objects_of(owner: Any, counts: Counts, kinds: tuple[type, ...]) -> Iterator[Any]:

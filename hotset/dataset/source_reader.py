@@ -26,8 +26,8 @@ wrong bytes without any exception: that is why ``concurrency=`` is left to the u
 
 from __future__ import annotations
 
+import contextlib
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -38,6 +38,7 @@ import torch
 from hotset.dataset.pipeline import Source, transformed
 from hotset.determinism.draws import entropy
 from hotset.determinism.draws.rng import Generators
+from hotset.determinism.timing import Timed
 from hotset.store.fill import Read
 
 __all__ = ["NotingReader", "SourceReader", "seconds_in_groups"]
@@ -177,6 +178,19 @@ class NotingReader:
                 raise
 
 
+def spread(length: int, count: int) -> list[int]:
+    """At most so many indices, evenly spread over a dataset of this length, from both ends inwards.
+
+    In sorted datasets, lengths and shapes differ most between the ends.
+
+    Example:
+        >>> spread(10, 4), spread(2, 4)
+        ([0, 9, 3, 6], [0, 1])
+    """
+    indices = {place * (length - 1) // (count - 1) for place in range(count)}
+    return sorted(indices, key=lambda index: (min(index, length - 1 - index), index))
+
+
 def seconds_in_groups(read: Callable[[list[int]], Any], alone: float, length: int) -> float:
     """The seconds that a sample takes where a group of them is read at once, as a fill does.
 
@@ -187,16 +201,10 @@ def seconds_in_groups(read: Callable[[list[int]], Any], alone: float, length: in
     count = min(_GROUP, length, int(_GROUP_SECONDS / max(alone, 1e-6)))
     if count < 2:
         return alone
-    indices = [place * (length - 1) // (count - 1) for place in range(count)]
-    generators = Generators((read,))
-    try:
-        times = []
+    indices = sorted(spread(length, count))
+    timed = Timed(read)
+    with Generators((read,)), contextlib.suppress(Exception):  # one that is not read may never be asked for
         for _ in range(2):  # what is imported or opened at first counts once
-            begun = time.perf_counter()
-            read(indices)
-            times.append((time.perf_counter() - begun) / count)
-        return min(alone, *times)
-    except Exception:  # a sample that cannot be read may never be asked for
-        return alone
-    finally:
-        generators.restore()
+            timed(indices)
+        return min(alone, *(each / count for each in timed.times))
+    return alone

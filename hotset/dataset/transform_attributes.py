@@ -33,9 +33,17 @@ from typing import Any, NamedTuple
 from torch.utils.data import ConcatDataset, Subset
 
 from hotset.dataset.format_transform import format_of
+from hotset.dataset.held_attributes import same_value
 from hotset.determinism.fingerprint.fingerprint import fingerprint
 from hotset.determinism.libraries import torch_nn
-from hotset.determinism.objects.safe_access import attributes_of, dict_of, length, set_attribute, values_of
+from hotset.determinism.objects.safe_access import (
+    UNSET,
+    attributes_of,
+    dict_of,
+    length,
+    set_attribute,
+    values_of,
+)
 from hotset.determinism.verdict import library_of
 from hotset.store.leaves.instances import solid_base
 
@@ -54,11 +62,7 @@ TRANSFORM_NAMES = ("transform", "target_transform", "transforms")
 # Where containers of transforms hold their children: torchvision's, MONAI's, albumentations', torch.nn's.
 _CONTAINED = ("transform", "target_transform", "transforms", "_modules")
 _DEEPEST = 8
-_ABSENT = object()
-_PLAIN = (bool, int, float, complex, str, bytes)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-
-
 _LIKELY = re.compile(r"[^_].*(transform|augment)s?|(transform|augment).*", re.IGNORECASE)
 
 
@@ -200,7 +204,7 @@ class CopiedAttributes:
                 if name in _attributes(copied):
                     set_attribute(copied, name)
             for name, value in now.items():
-                if held.get(name, _ABSENT) is not value:
+                if held.get(name, UNSET) is not value:
                     held[name] = value
                     if name not in differing:
                         set_attribute(copied, name, value)
@@ -212,12 +216,8 @@ def _attributes(owner: Any) -> dict[str, Any]:
 
 def _differing(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
     """The names under which two dicts have other values. Equal numbers may be two objects after pickling."""
-
-    def alike(name: str) -> bool:
-        a, b = one.get(name, _ABSENT), other.get(name, _ABSENT)
-        return a is b or (type(a) is type(b) and type(a) in _PLAIN and bool(a == b))
-
-    return {name for name in one.keys() | other.keys() if not alike(name)}
+    names = one.keys() | other.keys()
+    return {name for name in names if not same_value(one.get(name, UNSET), other.get(name, UNSET))}
 
 
 class Snapshot:
@@ -246,14 +246,13 @@ class Snapshot:
         self._children: list[tuple[Any, tuple[Any, ...]]] = []
         chains = [given]
         for owner in owners_of_transforms(dataset):
-            held = format_of(owner)
-            if held is not None:
+            if (held := format_of(owner)) is not None:
                 self._formats.append((owner, held))
             # None may become a transform; what a dataset counts or makes for itself does not end a plan.
             empty = [name for name, value in vars(owner).items() if value is None and names_transforms(name)]
             others = (name for name, _ in _others(owner))
             for name in dict.fromkeys((*TRANSFORM_NAMES, *empty, *others)):
-                self._held.append((owner, name, vars(owner).get(name, _ABSENT)))
+                self._held.append((owner, name, vars(owner).get(name, UNSET)))
                 chains.append(vars(owner).get(name))
         for chain in chains:
             self._look_into(chain, 0)
@@ -278,11 +277,10 @@ class Snapshot:
         for owner, name, value in self._held:  # those of one owner follow each other
             if owner is not last[0]:
                 last = owner, dict_of(owner) or {}
-            if last[1].get(name, _ABSENT) is not value:
+            if last[1].get(name, UNSET) is not value:
                 return False
-        for owner, held in self._formats:
-            if format_of(owner) != held:
-                return False
+        if any(format_of(owner) != held for owner, held in self._formats):
+            return False
         for container, children in self._children:
             now = values_of(container)
             if len(now) != len(children) or not all(map(operator.is_, now, children)):

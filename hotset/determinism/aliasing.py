@@ -38,6 +38,7 @@ import numpy as np
 import torch
 
 from hotset.determinism.objects.object_graph import attributes
+from hotset.determinism.objects.safe_access import loaded_class
 from hotset.store.leaves.instances import is_plain, solid_base
 
 __all__ = ["copied", "owned", "owns_all"]
@@ -82,17 +83,12 @@ def owned(value: Any, refused: Callable[[object, Exception], None] | None = None
     return value if alone else copied(value, refused)
 
 
-def owns_all(values: list[Any]) -> bool:
-    """Whether only this list reaches its values. The caller must hold no further reference to any of them."""
-    return _alone_in(values)
-
-
 class _Gauge:
     """A new object, to measure its reference count."""
 
 
-def _alone_in(values: Iterable[Any]) -> bool:
-    """Whether each value can be reached only through the container that is iterated over here."""
+def owns_all(values: Iterable[Any]) -> bool:
+    """Whether only this container reaches its values. The caller must hold no further reference to any."""
     for value in values:
         count = sys.getrefcount(value)
         kind = type(value)
@@ -109,9 +105,9 @@ def _is_alone(value: Any, kind: type) -> bool:
         return _tensor_is_alone(value)
     if kind is tuple or kind is list:
         # Of a thousand token ids, each has a count to look at, but all types are found in one call.
-        return (len(value) > _MANY and _ATOM_TYPES.issuperset(map(type, value))) or _alone_in(value)
+        return (len(value) > _MANY and _ATOM_TYPES.issuperset(map(type, value))) or owns_all(value)
     if kind is dict:
-        return _alone_in(value.values())
+        return owns_all(value.values())
     if issubclass(kind, _ATOMS):
         return True
     if weakref.getweakrefcount(value):
@@ -124,11 +120,11 @@ def _is_alone(value: Any, kind: type) -> bool:
         if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             return False
         with torch._C.DisableTorchFunctionSubclass():
-            return _tensor_is_alone(value) and _alone_in(vars(value).values())
+            return _tensor_is_alone(value) and owns_all(vars(value).values())
     if kind is bytearray or kind is set or kind is frozenset:
         return True  # members of a set cannot change, as their hashes would
     if kind.__dictoffset__ and _is_from_python(kind):
-        return _alone_in(vars(value).values())
+        return owns_all(vars(value).values())
     return False
 
 
@@ -166,8 +162,7 @@ def _is_from_python(kind: type) -> bool:
 
 
 def _is_image(kind: type) -> bool:
-    module = sys.modules.get("PIL.Image")
-    return module is not None and issubclass(kind, module.Image)
+    return issubclass(kind, loaded_class("PIL.Image", "Image"))
 
 
 # ---- copying -------------------------------------------------------------------------------------------

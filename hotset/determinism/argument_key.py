@@ -102,24 +102,19 @@ class _Description:
         self.put(tag, f"{kind.__module__}:{kind.__qualname__}".encode())
 
 
-def _str(to: _Description, value: str, depth: int) -> None:
-    to.put(b"s", value.encode("utf-8", "surrogatepass"))
-    if value and len(value) <= _LONGEST_PATH and "\0" not in value:
-        _file(to, value)
-
-
-def _bytes(to: _Description, value: bytes, depth: int) -> None:
-    to.put(b"b", value)
-    if value and len(value) <= _LONGEST_PATH and b"\0" not in value:
-        _file(to, value)
-
-
-def _file(to: _Description, path: str | bytes) -> None:
-    try:
-        found = os.stat(path)
-    except (OSError, ValueError):
+def _text(to: _Description, value: str | bytes, depth: int) -> None:
+    """Describe a text or bytes, and the file of which it is the path."""
+    if isinstance(value, str):
+        to.put(b"s", value.encode("utf-8", "surrogatepass"))
+    else:
+        to.put(b"b", value)
+    if not 0 < len(value) <= _LONGEST_PATH:
         return
-    to.files.append(_packed(found))
+    try:
+        status = os.stat(value)
+    except (OSError, ValueError):  # there is no such file; or a zero byte in the text
+        return
+    to.files.append(_packed(status))
 
 
 def _packed(status: os.stat_result) -> bytes:
@@ -184,7 +179,7 @@ def _other(to: _Description, value: Any, depth: int) -> None:
     kind = type(value)
     if isinstance(value, PurePath):
         to.put_name(b"p", kind)
-        _str(to, str(value), depth)
+        _text(to, str(value), depth)
     elif isinstance(value, np.generic) and not isinstance(value, np.object_):
         to.put(b"n" + value.dtype.str.encode(), value.tobytes())
     elif isinstance(value, enum.Enum):
@@ -223,15 +218,11 @@ _EXACT: dict[type, Callable[[_Description, Any, int], object]] = {
     complex: lambda to, value, depth: to.parts.append(
         b"c" + _FLOAT.pack(value.real) + _FLOAT.pack(value.imag)
     ),
-    str: _str,
-    bytes: _bytes,
-    tuple: _sequence,
-    list: _sequence,
+    **dict.fromkeys((str, bytes), _text),
+    **dict.fromkeys((tuple, list), _sequence),
     dict: _mapping,
-    set: _set,
-    frozenset: _set,
-    slice: _bounds,
-    range: _bounds,
+    **dict.fromkeys((set, frozenset), _set),
+    **dict.fromkeys((slice, range), _bounds),
     type(...): lambda to, value, depth: to.parts.append(b"."),
     np.ndarray: _array,
     torch.Tensor: _tensor,
@@ -267,14 +258,6 @@ def _version(files: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(files, digest_size=8).digest(), "little") or 1
 
 
-def _has_identity(value: Any) -> bool:
-    try:
-        _Description().add(value)
-    except NoIdentity:
-        return False
-    return True
-
-
 class Parameters:
     """The parameters of a function, to which the arguments of its calls are bound.
 
@@ -294,7 +277,9 @@ class Parameters:
             return
         parameters = list(signature.parameters.values())
         for parameter in parameters:
-            if parameter.default is not inspect.Parameter.empty and not _has_identity(parameter.default):
+            try:
+                describe_arguments([parameter.default])
+            except NoIdentity:
                 self._opaque[id(parameter.default)] = ("the default of", parameter.name)
         kinds = {parameter.kind for parameter in parameters}
         if kinds <= {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}:

@@ -17,7 +17,7 @@ hotset caches such a transform or refuses it: after the cut it would get single 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -115,20 +115,19 @@ class Batched(TakesBatches):
     @property
     def device(self) -> torch.device | None:
         """Where the modules that the function reaches are, if that is not the CPU."""
-        for _, module in within_reach([self.transform], (torch.nn.Module,)):
-            for tensor in (*module.parameters(), *module.buffers()):  # type: ignore[attr-defined]
-                if tensor.device.type != "cpu":
-                    return tensor.device  # type: ignore[no-any-return]
-        return None
+        modules = (module for _, module in self._modules())
+        tensors = (each for module in modules for each in (*module.parameters(), *module.buffers()))
+        return next((each.device for each in tensors if each.device.type != "cpu"), None)
 
     @property
     def in_training(self) -> str | None:
         """The name of a module in training mode that the function reaches; None if there is none."""
-        for path, module in within_reach([self.transform], (torch.nn.Module,)):
-            for name, part in module.named_modules():  # type: ignore[attr-defined]
-                if part.training:
-                    return f"{path}.{name}" if name else path
-        return None
+        parts = ((path, *named) for path, module in self._modules() for named in module.named_modules())
+        found = (f"{path}.{name}" if name else path for path, name, part in parts if part.training)
+        return next(found, None)
+
+    def _modules(self) -> Iterator[tuple[str, Any]]:
+        return within_reach([self.transform], (torch.nn.Module,))
 
     def _collated(self, samples: Sequence[Any]) -> Any:
         try:

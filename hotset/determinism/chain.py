@@ -146,7 +146,8 @@ def _children(node: Any, outer: Any) -> Sequence[Any] | None:
 
 def _part(node: Any, children: list[Any], first: bool) -> list[Any]:
     """Callables that apply these children as the container applies them; ``first``: it begins with them."""
-    if isinstance(node, (list, tuple)) or not children:
+    library = library_of(node)
+    if library is None or not library.WRAPS_CHILDREN or not children:
         return children
-    part: list[Any] = library_of(node).part(node, children, first)  # type: ignore[union-attr]
+    part: list[Any] = library.part(node, children, first)
     return part

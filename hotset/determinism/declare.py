@@ -139,7 +139,7 @@ def declared(obj: Any) -> Declaration | None:
     mark = _mark_of(obj)
     if mark is None:
         return None
-    if mark.kind == "deterministic" and _mark_of(_static(obj, "__wrapped__")) is mark:
+    if mark.kind == "deterministic" and _mark_of(inspect.getattr_static(obj, "__wrapped__", None)) is mark:
         return None
     return mark.kind
 
@@ -174,10 +174,6 @@ def _declare(obj: T, kind: Declaration) -> T:
     return obj
 
 
-def _static(obj: object, name: str) -> object:
-    return inspect.getattr_static(obj, name, None)
-
-
 def _mark_of(obj: object) -> _Mark | None:
-    mark = _static(obj, _ATTRIBUTE)
+    mark = inspect.getattr_static(obj, _ATTRIBUTE, None)
     return mark if isinstance(mark, _Mark) else None

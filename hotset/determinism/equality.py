@@ -33,11 +33,10 @@ import enum
 import hashlib
 import reprlib
 import struct
-import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -46,7 +45,7 @@ import numpy.typing as npt
 import torch
 
 from hotset.determinism.objects.object_graph import attributes
-from hotset.determinism.objects.safe_access import is_a, shown
+from hotset.determinism.objects.safe_access import is_a, loaded_class, shown
 from hotset.store.leaves.codecs import given_codec
 from hotset.store.leaves.instances import solid_base
 
@@ -288,13 +287,10 @@ def _tensor_difference(a: torch.Tensor, b: torch.Tensor) -> str | None:
         return _tensor_difference(a.to_dense(), b.to_dense())
     if a.is_quantized or a.is_nested:
         return None if torch.equal(a, b) else "values"
-    orders = _order(tuple(a.shape), a.stride()), _order(tuple(b.shape), b.stride())
-    if None not in orders and orders[0] != orders[1]:
-        return f"dimensions that lie in memory as {orders[0]} and {orders[1]}"
-    if a.is_meta or not a.numel():
-        return None
-    ours, theirs = _tensor_bytes(a), _tensor_bytes(b)
-    return None if np.array_equal(ours, theirs) else _values(ours, theirs, tuple(a.shape))
+    found = _order_difference(tuple(a.shape), a.stride(), b.stride())
+    if found is not None or a.is_meta or not a.numel():
+        return found
+    return _values_difference(_tensor_bytes(a), _tensor_bytes(b), tuple(a.shape))
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> Array:
@@ -322,15 +318,11 @@ def _array_difference(a: Array, b: Array) -> str | None:
         return f"shape {a.shape} and {b.shape}"
     if not a.nbytes:
         return None
-    orders = [
-        _order(array.shape, tuple(step // array.itemsize for step in array.strides)) for array in (a, b)
-    ]
-    if None not in orders and orders[0] != orders[1]:
-        return f"dimensions that lie in memory as {orders[0]} and {orders[1]}"
-    if a.dtype.hasobject or a.dtype.names or a.dtype.kind == "T":
-        return None
-    ours, theirs = array_bytes(a), array_bytes(b)
-    return None if np.array_equal(ours, theirs) else _values(ours, theirs, a.shape)
+    ours, theirs = (tuple(step // array.itemsize for step in array.strides) for array in (a, b))
+    found = _order_difference(a.shape, ours, theirs)
+    if found is not None or a.dtype.hasobject or a.dtype.names or a.dtype.kind == "T":
+        return found
+    return _values_difference(array_bytes(a), array_bytes(b), a.shape)
 
 
 def array_bytes(array: Array) -> Array:
@@ -351,12 +343,22 @@ def _truths(raw: Array) -> Array:
     return np.not_equal(raw, 0).astype(np.uint8)
 
 
-def _values(a: Array, b: Array, shape: tuple[int, ...]) -> str:
+def _values_difference(a: Array, b: Array, shape: tuple[int, ...]) -> str | None:
+    if np.array_equal(a, b):
+        return None
     differing = (a != b).any(axis=1)
     if not shape:
         return "values"
     first = [int(i) for i in np.unravel_index(int(differing.argmax()), shape)]
     return f"values ({int(differing.sum()):,} of {differing.size:,}, first at {first})"
+
+
+def _order_difference(shape: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]) -> str | None:
+    """How the orders of two arrays' dimensions differ, by their strides in elements."""
+    ours, theirs = _order(shape, a), _order(shape, b)
+    if ours is None or theirs is None or ours == theirs:
+        return None
+    return f"dimensions that lie in memory as {ours} and {theirs}"
 
 
 def _order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -376,8 +378,7 @@ def _order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] 
 
 
 def _is_image(value: object) -> bool:
-    module = sys.modules.get("PIL.Image")
-    return module is not None and is_a(value, module.Image)
+    return is_a(value, loaded_class("PIL.Image", "Image"))
 
 
 def _image_difference(a: Any, b: Any) -> str | None:
@@ -427,34 +428,24 @@ def _digests(node: Any, where: str, entered: dict[int, Any]) -> Iterator[tuple[s
     """The places of a node and its children that have content of their own, each with a digest of it."""
     if id(node) in entered:
         return
-    is_whole = _is_long_and_plain(node)
-    try:
-        content = repr(node).encode("utf-8", "surrogatepass") if is_whole else _content(node)
-    except RecursionError:
-        raise
-    except Exception:  # of a stranger's code
-        content = None
+    parts: Iterable[tuple[str, Any]] = ()
+    is_long = type(node) in (list, tuple, dict) and len(node) >= _MANY
+    if is_long and _PLAIN.issuperset(map(type, _items(node))):
+        content: Any = repr(node).encode("utf-8", "surrogatepass")
+    else:
+        content, parts = _shown(_content, node), _shown(lambda node: list(_children(node)), node) or ()
     if content is not None:
         yield where, hashlib.blake2b(content, digest_size=16).digest()
-    if is_whole:
-        return
-    for label, child in _shown_children(node):
+    for label, child in parts:
         entered[id(node)] = node
         yield from _digests(child, where + label, entered)
 
 
-def _is_long_and_plain(node: Any) -> bool:
-    """Whether this is a long list or dict of numbers and texts alone."""
-    if type(node) not in (list, tuple, dict) or len(node) < _MANY:
-        return False
-    return _PLAIN.issuperset(map(type, _items(node)))
-
-
-def _shown_children(node: Any) -> Iterator[tuple[str, Any]]:
-    """As :func:`_children`, as far as the node shows them."""
+def _shown(look: Callable[[Any], Any], node: Any) -> Any:
+    """What ``look`` returns of a node; None if the node does not show it."""
     try:
-        yield from _children(node)
+        return look(node)
     except RecursionError:
         raise
     except Exception:  # of a stranger's code
-        return
+        return None

@@ -26,7 +26,7 @@ import importlib
 import inspect
 import types
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -312,8 +312,6 @@ def _replaces(value: object, original: object) -> bool:
 def _held(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """An object's attributes, and the elements of those that are lists and dicts: hooks, readers, filters."""
     for name, value in values.items():
-        inner: Sequence[Any] = ()
-        if issubclass(type(value), (dict, list, tuple)):
-            inner = values_of(value)
         yield name, value
-        yield from ((name, each) for each in inner)
+        if issubclass(type(value), (dict, list, tuple)):
+            yield from ((name, each) for each in values_of(value))

@@ -100,7 +100,7 @@ def _reaction(site: CallSite, name: str) -> str | None:
     handlers = _handlers(site.code, steps, nexts)
     ends = _RERAISES if "suppress" not in site.code.co_names else _RERAISES - {"WITH_EXCEPT_START"}
     edges = {
-        offset: [*(() if steps[offset].opname in ends else after), *_listed(handlers.get(offset))]
+        offset: [*(after if steps[offset].opname not in ends else ()), *{handlers.get(offset, -1)} - {-1}]
         for offset, after in nexts.items()
     }
     call = max(offset for offset in steps if offset <= site.offset)  # the call's inline caches may follow it
@@ -126,10 +126,6 @@ def _reaction(site: CallSite, name: str) -> str | None:
         bound = {name for n in after & _leading_to([branch], edges) for name in _names("STORE", steps[n])}
         decides |= call in test or any(bound & _names("LOAD", steps[n]) for n in test)
     return "may call its {} again after a look at the result" if decides else None
-
-
-def _listed(offset: int | None) -> list[int]:
-    return [] if offset is None else [offset]
 
 
 def _nexts(step: dis.Instruction, following: int) -> list[int]:

@@ -66,16 +66,13 @@ def choose(pipeline: Pipeline, limit: float, strict: bool, user_cut: int | None)
         Exception: what the dataset or a transform raises on all samples.
     """
     # A source that is declared may draw. The program must go on with the draws it had without a cache.
-    generators = Generators([pipeline.dataset, pipeline.given])
-    try:
+    with Generators([pipeline.dataset, pipeline.given]):
         judge = ChainJudge(pipeline, strict)
         found = judge.judge()
         choice = _CutSearch(judge, found).choose(limit, user_cut)
         if differs_when_cut(pipeline, choice.cuts, judge.reads.indices):
             choice = _CutSearch(judge, judge.keep_all_whole(found)).choose(limit, user_cut)
         return choice
-    finally:
-        generators.restore()
 
 
 class _CutSearch:

@@ -61,11 +61,6 @@ def own_memory(options: CacheOptions) -> int:
     return parse_bytes(options.given.memory, whole=lambda: whole)
 
 
-def _resident_bytes(resident: str) -> str:
-    """A window's amount of memory as bytes; a share is of what ``memory`` is of."""
-    return f"{parse_bytes(resident, name='resident', whole=lambda: machine.headroom().bytes)}B"
-
-
 def window_sizes(
     options: CacheOptions, samples: int, sample_bytes: int, limit: int
 ) -> tuple[Sizes | None, int, list[str]]:
@@ -76,8 +71,9 @@ def window_sizes(
     window = options.given.window
     if window is None:
         return None, limit, []
-    if isinstance(window.resident, str):
-        window = replace(window, resident=_resident_bytes(window.resident))
+    if isinstance(window.resident, str):  # a share is of what ``memory`` is of
+        resident = parse_bytes(window.resident, name="resident", whole=lambda: machine.headroom().bytes)
+        window = replace(window, resident=f"{resident}B")
     sizes = Sizes.of(window, samples, sample_bytes or 1)
     if sizes.resident == samples:
         larger = isinstance(window.resident, int) and window.resident > samples

@@ -34,7 +34,7 @@ from hotset.dataset.planning.cut_search import CutChoice, choose
 from hotset.dataset.planning.lost_threads import has_threads, polars_was_begun
 from hotset.dataset.planning.memory_budget import held_by_others, memory_limit, window_sizes
 from hotset.dataset.planning.source_judgement import judge_source
-from hotset.dataset.source_reader import seconds_in_groups
+from hotset.dataset.source_reader import seconds_in_groups, spread
 from hotset.dataset.streams.probe import batch_size_of, has_shuffle
 from hotset.dataset.streams.source import StreamSource
 from hotset.dataset.window import Sizes
@@ -216,7 +216,7 @@ def _plan_by_reading(
         warnings=(*warned, *sentences),
         held=held,
     )
-    plan = _advised(plan, options.session, file_bytes(dataset, _spread(len(dataset))))
+    plan = _advised(plan, options.session, file_bytes(dataset, spread(len(dataset), _PROBED)))
     return PlanResult(plan, source, choice.cuts, schema, {"moved": moved})
 
 
@@ -340,13 +340,10 @@ def _probe(source: Source, length: int) -> Probe:
     A sample that cannot be read is left out: training may never ask for it. If none can be read, the
     dataset's own exception is raised.
     """
-    spread = _spread(length)
-    # From both ends inwards: in sorted datasets, lengths and shapes differ most between the ends.
-    inwards = sorted(spread, key=lambda index: min(index, length - 1 - index))
     held = (source.dataset, source.prefix)
     timed = Timed(source.read_cut)
     try:
-        found = probe(timed, inwards, held, seconds=_PROBE_SECONDS, forgive=(Exception,))
+        found = probe(timed, spread(length, _PROBED), held, seconds=_PROBE_SECONDS, forgive=(Exception,))
     except (LookupError, TypeError, AttributeError) as error:  # of another index, or of what is not open
         numbered_here = isinstance(source.dataset, StreamSource)  # not by the user's dataset
         ours = numbered_here or isinstance(error, HotsetError)
@@ -357,10 +354,6 @@ def _probe(source: Source, length: int) -> Probe:
     if getattr(source.dataset, "__getitems__", None) and not found.moved:
         seconds = seconds_in_groups(lambda indices: list(source.read_many(indices)), seconds, length)
     return replace(found, seconds=seconds)
-
-
-def _spread(length: int) -> list[int]:
-    return sorted({i * (length - 1) // max(_PROBED - 1, 1) for i in range(_PROBED)})
 
 
 def _infer_schema(samples: list[Any], *, keep_order: bool) -> tuple[Schema | None, int, list[SchemaMismatch]]:

@@ -15,7 +15,7 @@ from typing import Any
 from hotset.dataset.chain_calls import SamplePath, places_of
 from hotset.dataset.pipeline import Chain, Pipeline, Transform
 from hotset.dataset.planning.call_sites import CallSite, call_sites
-from hotset.dataset.source_reader import seconds_in_groups
+from hotset.dataset.source_reader import seconds_in_groups, spread
 from hotset.dataset.transform_attributes import TRANSFORM_NAMES, CopiedAttributes, with_transforms
 from hotset.determinism.aliasing import owns_all
 from hotset.determinism.chain import Values, leaves, takes_keywords
@@ -196,19 +196,17 @@ class RecordedSamples:
         self.indices: list[int] = []
         self.refusal: Exception | None = None
         self._times: list[float] = []
-        begun = time.perf_counter()
         # Reads leave a chain where it is for which there is None, and not a first part.
         self._prefixes: list[tuple[()] | None] = [()] * len(pipeline.attributes)
         if pipeline.attributes or pipeline.given:
-            self._read(begun)
+            self._read()
         self.seconds = self._typical_seconds()
 
-    def _read(self, begun: float) -> None:
-        length = len(self._pipeline.dataset)
-        spread = sorted({i * (length - 1) // (_SAMPLES - 1) for i in range(_SAMPLES)})
+    def _read(self) -> None:
+        begun = time.perf_counter()
         error: Exception | None = None
         failed: list[int] = []
-        for index in sorted(spread, key=lambda index: min(index, length - 1 - index)):
+        for index in spread(len(self._pipeline.dataset), _SAMPLES):
             if self.samples and time.perf_counter() - begun > _READ_SECONDS:
                 break
             try:
@@ -226,7 +224,7 @@ class RecordedSamples:
         others = [attribute.name not in TRANSFORM_NAMES for attribute in self._pipeline.attributes]
         if any(others) and None not in self._prefixes:
             self._prefixes = [None if other else () for other in others]
-            self._read(time.perf_counter())
+            self._read()
         else:
             self._read_without_recorders(failed, error)
 
@@ -263,11 +261,11 @@ class RecordedSamples:
                 sample = self._pipeline.dataset[index]
             except Exception as raised:
                 own = own or raised
-                continue
-            self._times.append(time.perf_counter() - begun)
-            self._add(index, sample, [])
-            self.refusal = error
-            return
+            else:
+                self._times.append(time.perf_counter() - begun)
+                self._add(index, sample, [])
+                self.refusal = error
+                return
         raise own or error
 
     def _typical_seconds(self) -> float:

@@ -174,16 +174,14 @@ def _batch_is_alike(
     dataset: Any, read: Callable[..., Any], read_one: Callable[..., Any], indices: Sequence[int]
 ) -> bool:
     """Whether samples that are read together are those that are read one by one, and none of it draws."""
-    generators = Generators((dataset,))
-    try:
-        alone = list(map(read_one, indices))
-        generators.restore()
-        together = read(list(indices))
-        return not generators.moved() and same(alone, list(together)) is None
-    except Exception:  # a sample that cannot be read may never be asked for
-        return True
-    finally:
-        generators.restore()
+    with Generators((dataset,)) as generators:
+        try:
+            alone = list(map(read_one, indices))
+            generators.restore()
+            together = read(list(indices))
+            return not generators.moved() and same(alone, list(together)) is None
+        except Exception:  # a sample that cannot be read may never be asked for
+            return True
 
 
 def _is_random(dataset: Any, indices: Sequence[int]) -> bool:

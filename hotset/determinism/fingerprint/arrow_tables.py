@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from hotset.determinism.fingerprint.content_hash import READ_WHOLE, digest_of_bytes, mapped_files
-from hotset.determinism.fingerprint.describe import Describer, Handler
+from hotset.determinism.fingerprint.describe import Describer, Handler, by_parts
 from hotset.determinism.objects.object_graph import attributes
 
 __all__ = ["OF_ARROW"]
@@ -102,12 +102,6 @@ def _batch(to: Describer, batch: Any) -> None:
     _table(to, sys.modules["pyarrow"].Table.from_batches([batch]))
 
 
-def _wrapped_table(to: Describer, table: Any) -> None:
-    """Describe a table of `datasets` by the table of Arrow in it."""
-    to.put(b"h")
-    to.add(table.table)
-
-
 def _dataset(to: Describer, dataset: Any) -> None:
     to.put(b"H")
     to.add(type(dataset), dataset._data, dataset._indices, dataset._info.features)
@@ -119,6 +113,6 @@ OF_ARROW: dict[type | str, Handler] = {
     "pyarrow.lib.RecordBatch": _batch,
     "pyarrow.lib.Array": _column,
     "pyarrow.lib.ChunkedArray": _column,
-    "datasets.table.Table": _wrapped_table,
+    "datasets.table.Table": by_parts(b"h", lambda table: [table.table]),
     "datasets.arrow_dataset.Dataset": _dataset,
 }

@@ -32,7 +32,7 @@ from hotset.determinism.objects.object_graph import attributes
 from hotset.determinism.objects.safe_access import hides_attributes, is_opaque
 from hotset.store.leaves.instances import solid_base
 
-__all__ = ["Describer", "Handler"]
+__all__ = ["Describer", "Handler", "by_attributes", "by_parts"]
 
 Handler = Callable[["Describer", Any], None]
 
@@ -264,6 +264,23 @@ _ATOMS: dict[type, Callable[[Any], bytes]] = {
 }
 
 
+def by_parts(tag: bytes, parts: Callable[[Any], Iterable[Any]], *, state: bool = False) -> Handler:
+    """A handler for values that these parts describe in full, or these and their attributes (``state``)."""
+
+    def handler(to: Describer, value: Any) -> None:
+        to.put(tag)
+        to.add(*parts(value))
+        if state:
+            to.state(value)
+
+    return handler
+
+
+def by_attributes(tag: bytes, *names: str, state: bool = False) -> Handler:
+    """A handler for objects written in C that their type and these attributes describe in full."""
+    return by_parts(tag, lambda value: (type(value), *(getattr(value, name) for name in names)), state=state)
+
+
 def _sequence(base: Any) -> Handler:
     def handler(to: Describer, value: Any) -> None:
         to.add(type(value))
@@ -312,11 +329,7 @@ def _default_dict(to: Describer, value: Any) -> None:
 
 
 def _atom_subclass(plain: Callable[[Any], Any]) -> Handler:
-    def handler(to: Describer, value: Any) -> None:
-        to.add(type(value), plain(value))
-        to.state(value)
-
-    return handler
+    return by_parts(b"", lambda value: (type(value), plain(value)), state=True)
 
 
 def _object(to: Describer, value: Any) -> None:

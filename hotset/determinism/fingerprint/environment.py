@@ -71,6 +71,8 @@ def describe_environment(to: Describer) -> tuple[bytes, list[str]]:
     modules = {name for name in to.modules if codes.installed(name) is None}
     if names & _IMPORTS_BY_NAME:
         modules |= {text for text in texts if _is_users_module(text)}
+    installed = {name: codes.installed(name) or "" for name in to.modules - modules}
+    libraries = {name.partition(".")[0] for name, by in installed.items() if not by.startswith("python ")}
     wanted = names.union(texts)
     parts = [
         (str(torch.get_default_dtype()), str(torch.get_default_device())),
@@ -79,7 +81,7 @@ def describe_environment(to: Describer) -> tuple[bytes, list[str]]:
         _open_files(to.numbers) if names & _READS_DESCRIPTORS or {"os", "read"} <= names else (),
         [(name, value.encode("utf-8", "surrogateescape")) for name, value in variables],
         [(name, codes.source_of(name), codes.constants_of(name, wanted)) for name in sorted(modules)],
-        _patched(_libraries(to.modules)),
+        _patched(libraries),
     ]
     return to.describe(parts), notes
 
@@ -120,16 +122,6 @@ def _is_users_module(text: str) -> bool:
     if not _NAME.fullmatch(text):
         return False
     return codes.installed(text) is None and bool(codes.source_of(text))
-
-
-def _libraries(modules: set[str]) -> set[str]:
-    """The packages of these modules, without Python's own and users'."""
-    found = {module: codes.installed(module) for module in modules}
-    return {
-        module.partition(".")[0]
-        for module, version in found.items()
-        if version is not None and not version.startswith("python ")
-    }
 
 
 def _patched(packages: set[str]) -> list[tuple[str, str, object]]:

@@ -20,6 +20,7 @@ hotset reads a handle through the methods of the library that made it, and moves
 from __future__ import annotations
 
 import contextvars
+import functools
 import io
 import os
 import sqlite3
@@ -30,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from hotset.determinism.fingerprint.content_hash import digest_of_bytes
-from hotset.determinism.fingerprint.describe import Describer, Handler
+from hotset.determinism.fingerprint.describe import Describer, Handler, by_attributes, by_parts
 from hotset.determinism.objects import code_dependencies as codes
 from hotset.determinism.objects.object_graph import attributes
 
@@ -39,20 +40,10 @@ __all__ = ["OF_HANDLES", "by_type", "with_own_state"]
 _READ = 32 << 20
 
 
-def by_type(to: Describer, value: object) -> None:
-    """Describe a handle that gives no data by its type alone."""
-    to.put(b"t")
-    to.add(type(value))
+by_type = by_attributes(b"t")
+"""Describes a handle that gives no data by its type alone."""
 
-
-def _parts(*names: str) -> Handler:
-    """A handler for handles that these attributes describe in full."""
-
-    def handler(to: Describer, value: Any) -> None:
-        to.put(b"h")
-        to.add(type(value), *(getattr(value, name) for name in names))
-
-    return handler
+_parts = functools.partial(by_attributes, b"h")
 
 
 def _asked(base: type, name: str, value: object) -> Any:
@@ -72,12 +63,7 @@ def _file_in_memory(to: Describer, file: Any) -> None:
 
 def _over_raw(base: type) -> Handler:
     """A handler for files of a buffered class: they are described by the raw file below."""
-
-    def handler(to: Describer, file: Any) -> None:
-        to.put(b"o")
-        to.add(type(file), _asked(base, "raw", file))
-
-    return handler
+    return by_parts(b"o", lambda file: (type(file), _asked(base, "raw", file)))
 
 
 def _text(to: Describer, file: Any) -> None:
@@ -125,11 +111,6 @@ def _descriptor(to: Describer, value: Any, descriptor: int, readable: bool) -> N
         to.put(b"c")
         for start in range(0, about.st_size, _READ):
             to.put(digest_of_bytes(np.frombuffer(os.pread(descriptor, _READ, start), np.uint8)))
-
-
-def _entry(to: Describer, entry: os.DirEntry[Any]) -> None:
-    to.put(b"h")
-    to.add(type(entry), os.fsdecode(entry.path))
 
 
 def _environment(to: Describer, environment: Any) -> None:
@@ -226,11 +207,6 @@ def _context_variable(to: Describer, variable: contextvars.ContextVar[Any]) -> N
         to.put(b"-")
 
 
-def _context(to: Describer, context: contextvars.Context) -> None:
-    to.put(b"V")
-    to.add(dict(context))
-
-
 def _socket(to: Describer, socket: Any) -> None:
     try:
         socket.getpeername()
@@ -286,11 +262,9 @@ _HANDLES: dict[type | str, Handler] = {
     **dict.fromkeys(("gzip.GzipFile", "bz2.BZ2File", "lzma.LZMAFile"), _compressed),
     io.FileIO: _raw,
     io.TextIOWrapper: _text,
-    io.BufferedReader: _over_raw(io.BufferedReader),
-    io.BufferedWriter: _over_raw(io.BufferedWriter),
-    io.BufferedRandom: _over_raw(io.BufferedRandom),
+    **{base: _over_raw(base) for base in (io.BufferedReader, io.BufferedWriter, io.BufferedRandom)},
     "os._Environ": _environment,
-    os.DirEntry: _entry,
+    os.DirEntry: by_parts(b"h", lambda entry: (type(entry), os.fsdecode(entry.path))),
     sqlite3.Connection: _sqlite,
     "h5py._hl.base.HLObject": _hdf5,
     # Compiled without a module's name, or in Python over cffi.
@@ -304,7 +278,7 @@ _HANDLES: dict[type | str, Handler] = {
     "asyncio.queues.Queue": _parts("_maxsize", "_queue"),
     "_queue.SimpleQueue": _queue_in_c,
     contextvars.ContextVar: _context_variable,
-    contextvars.Context: _context,
+    contextvars.Context: by_parts(b"V", lambda context: [dict(context)]),
     "_socket.socket": _socket,
 }
 OF_HANDLES = {kind: with_own_state(handler) for kind, handler in _HANDLES.items()}

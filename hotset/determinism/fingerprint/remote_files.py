@@ -20,7 +20,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hotset.determinism.fingerprint.describe import Describer, Handler
+from hotset.determinism.fingerprint.describe import Describer, Handler, by_parts
 
 __all__ = ["OF_REMOTE_FILES"]
 
@@ -31,15 +31,9 @@ _VERSION = re.compile(
 _SECRET = re.compile(r"key|secret|token|password|username|loop|asynchronous|.*_(key|token|secret|password)")
 
 
-def _file_system(to: Describer, system: Any) -> None:
-    to.put(b"h")
+def _parts_of_file_system(system: Any) -> tuple[Any, ...]:
     options = {name: value for name, value in system.storage_options.items() if not _SECRET.fullmatch(name)}
-    to.add(type(system), system.storage_args, options)
-
-
-def _file_system_in_memory(to: Describer, system: Any) -> None:
-    to.put(b"h")
-    to.add(type(system), dict(system.store))
+    return type(system), system.storage_args, options
 
 
 def _file(to: Describer, file: Any) -> None:
@@ -60,8 +54,10 @@ def _version(info: Mapping[str, Any]) -> bytes:
 
 
 OF_REMOTE_FILES: dict[type | str, Handler] = {
-    "fsspec.spec.AbstractFileSystem": _file_system,
-    "fsspec.implementations.memory.MemoryFileSystem": _file_system_in_memory,
+    "fsspec.spec.AbstractFileSystem": by_parts(b"h", _parts_of_file_system),
+    "fsspec.implementations.memory.MemoryFileSystem": by_parts(
+        b"h", lambda system: (type(system), dict(system.store))
+    ),
     "fsspec.core.OpenFile": _file,
     "fsspec.spec.AbstractBufferedFile": _file,
     "fsspec.implementations.local.LocalFileOpener": _file,

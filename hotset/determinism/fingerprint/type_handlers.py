@@ -29,10 +29,11 @@ import torch
 from hotset.determinism.equality import integers_of
 from hotset.determinism.fingerprint.arrow_tables import OF_ARROW
 from hotset.determinism.fingerprint.content_hash import digest_of_bytes, file_behind
-from hotset.determinism.fingerprint.describe import Describer, Handler
+from hotset.determinism.fingerprint.describe import Describer, Handler, by_attributes, by_parts
 from hotset.determinism.fingerprint.handles import OF_HANDLES, by_type, with_own_state
 from hotset.determinism.fingerprint.remote_files import OF_REMOTE_FILES
 from hotset.determinism.objects import code_dependencies as codes
+from hotset.determinism.objects.safe_access import UNSET, content_of_cell
 
 __all__ = ["HANDLERS"]
 
@@ -163,13 +164,10 @@ def _code(to: Describer, code: types.CodeType) -> None:
 
 
 def _cell(to: Describer, cell: types.CellType) -> None:
-    try:
-        content = cell.cell_contents
-    except ValueError:
-        to.put(b"e")
-        return
-    to.put(b"c")
-    to.add(content)
+    content = content_of_cell(cell)
+    to.put(b"e" if content is UNSET else b"c")
+    if content is not UNSET:
+        to.add(content)
 
 
 def _module(to: Describer, module: types.ModuleType) -> None:
@@ -195,38 +193,13 @@ def _member_of_c(to: Describer, member: Any) -> None:
     to.name(member.__name__)
 
 
-def _parts(*names: str) -> Handler:
-    """A handler for objects written in C that these attributes describe in full."""
-
-    def handler(to: Describer, value: Any) -> None:
-        to.put(b"p")
-        to.add(type(value), *(getattr(value, name) for name in names))
-        to.state(value)
-
-    return handler
-
+_parts = functools.partial(by_attributes, b"p", state=True)
 
 # ---- values ----------------------------------------------------------------------------------------------
 
 
-def _enum(to: Describer, member: Any) -> None:
-    to.put(b"e")
-    to.add(type(member), member._name_, member._value_)
-
-
-def _path(to: Describer, path: PurePath) -> None:
-    to.put(b"/")
-    to.add(type(path), str(path))
-
-
-def _mapping_proxy(to: Describer, proxy: types.MappingProxyType[Any, Any]) -> None:
-    to.put(b"P")
-    to.add(dict(proxy))
-
-
-def _image(to: Describer, image: Any) -> None:
-    to.put(b"I")
-    to.add(type(image), image.mode, image.size, image.tobytes(), image.getpalette(), image.info)
+def _parts_of_image(image: Any) -> tuple[Any, ...]:
+    return type(image), image.mode, image.size, image.tobytes(), image.getpalette(), image.info
 
 
 def _buffer(to: Describer, buffer: Any) -> None:
@@ -237,12 +210,6 @@ def _buffer(to: Describer, buffer: Any) -> None:
         to.add(type(buffer))
         return
     to.add(type(buffer), np.frombuffer(view if view.contiguous else view.tobytes(), np.uint8))
-
-
-def _cached(to: Describer, cached: Any) -> None:
-    """Describe a cached dataset by its source, as both give the same samples."""
-    to.put(b"H")
-    to.add(cached.dataset, cached._cache.access.source)
 
 
 # ---- arrays ----------------------------------------------------------------------------------------------
@@ -336,9 +303,9 @@ HANDLERS: dict[type | str, Handler] = {
     type(functools.lru_cache(by_type)): _parts("__wrapped__"),
     **dict.fromkeys((staticmethod, classmethod), _parts("__func__")),
     property: _parts("fget", "fset", "fdel"),
-    types.MappingProxyType: _mapping_proxy,
-    enum.Enum: _enum,
-    PurePath: _path,
+    types.MappingProxyType: by_parts(b"P", lambda proxy: [dict(proxy)]),
+    enum.Enum: by_attributes(b"e", "_name_", "_value_"),
+    PurePath: by_parts(b"/", lambda path: (type(path), str(path))),
     re.Pattern: _parts("pattern", "flags"),
     struct.Struct: _parts("format"),
     **dict.fromkeys((bytearray, memoryview, pickle.PickleBuffer), _buffer),
@@ -346,7 +313,10 @@ HANDLERS: dict[type | str, Handler] = {
     torch.Tensor: _tensor,
     **dict.fromkeys((torch.UntypedStorage, torch.TypedStorage), _storage),
     **dict.fromkeys((torch.jit.ScriptModule, torch.jit.ScriptFunction), _script),
-    "PIL.Image.Image": _image,
-    "hotset.dataset.cached_dataset.CachedDataset": _cached,
+    "PIL.Image.Image": by_parts(b"I", _parts_of_image),
+    # By its source, as both give the same samples.
+    "hotset.dataset.cached_dataset.CachedDataset": by_parts(
+        b"H", lambda cached: (cached.dataset, cached._cache.access.source)
+    ),
     "hotset.store.segment.Segment": by_type,  # its content comes from a dataset, which is described
 }

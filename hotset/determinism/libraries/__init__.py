@@ -8,8 +8,8 @@ library is in ``sys.modules`` by then. Every module has these:
   transform of the library.
 - ``children_in_order(container)``: the children of a container that does nothing but apply them in order;
   None for any other object, which stays whole.
+- ``WRAPS_CHILDREN``: whether the containers do work around each child, so that inside them only containers of
+  the same library may be opened. Such a module also has
 - ``part(container, children, first)``: callables that apply some of its children in order, with all that the
   container does around them; ``first`` says whether these are the container's first children.
-- ``WRAPS_CHILDREN``: whether the containers do work around each child, so that inside them only containers of
-  the same library may be opened.
 """

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
+from hotset.determinism.objects.code_dependencies import names_in
 from hotset.determinism.verdict import (
     Kind,
     Verdict,
@@ -32,7 +32,6 @@ from hotset.determinism.verdict import (
 __all__ = [
     "WRAPS_CHILDREN",
     "children_in_order",
-    "compositions",
     "judge",
     "nothing_is_random",
     "part",
@@ -91,12 +90,6 @@ def without_draws(step: Any) -> Any:
     still.transforms = [without_draws(child) for child in children]
     still.py_random = _Applied()
     return still
-
-
-def compositions() -> tuple[type, ...]:
-    """The class of albumentations' containers; nothing if albumentations is not imported."""
-    module = sys.modules.get("albumentations.core.composition")
-    return (module.BaseCompose,) if module is not None and hasattr(module, "BaseCompose") else ()
 
 
 def nothing_is_random(container: Any) -> bool:
@@ -208,14 +201,9 @@ def _drawing(base: type) -> str | None:
         if cls.__name__ == "BasicTransform":
             return None
         for name, value in list(vars(cls).items()):
-            if isinstance(value, types.FunctionType) and _reads_generator(value.__code__):
+            if isinstance(value, types.FunctionType) and _GENERATORS & names_in(value.__code__):
                 return name
     return None
-
-
-def _reads_generator(code: types.CodeType) -> bool:
-    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
-    return bool(_GENERATORS & set(code.co_names)) or any(map(_reads_generator, inner))
 
 
 def _one(value: Any) -> bool:

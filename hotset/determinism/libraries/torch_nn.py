@@ -8,12 +8,12 @@ wrote is unknown, or random if one of torch's modules inside it draws.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hotset.determinism.verdict import (
+    Kind,
     Verdict,
     ancestor,
     doubtful_function,
@@ -22,7 +22,7 @@ from hotset.determinism.verdict import (
     verdict_of_children,
 )
 
-__all__ = ["WRAPS_CHILDREN", "children_in_order", "judge", "part"]
+__all__ = ["WRAPS_CHILDREN", "children_in_order", "judge"]
 
 WRAPS_CHILDREN = False
 
@@ -36,11 +36,6 @@ def children_in_order(container: Any) -> tuple[Any, ...] | None:
     return tuple(container)
 
 
-def part(container: Any, children: list[Any], first: bool) -> list[Callable[..., Any]]:
-    """The children themselves: a Sequential does nothing around them."""
-    return children
-
-
 def judge(step: Any) -> Verdict | None:
     """Judge an instance of a class of ``torch.nn``, or of a class that the user derived from one."""
     base = ancestor(step, "torch")
@@ -50,29 +45,28 @@ def judge(step: Any) -> Verdict | None:
         why = _draws(module)
         if why:
             inside = "" if module is step else f"{name_of(step)} holds a module that draws: "
-            return Verdict.of(step, "random", f"torch.nn: {inside}{why}")
+            return _verdict(step, "random", f"{inside}{why}")
     if not base.__module__.startswith("torch.nn.modules.") or base is torch.nn.Module:
         return Verdict.of(step, "unknown", f"torch: hotset does not know the class {name_of(step)}")
     replaced = replaced_method(step, base)
     if replaced:
-        return Verdict.of(step, "unknown", f"torch.nn: {name_of(step)} has its own {replaced}")
-    for module in step.modules():
-        if isinstance(module, torch.nn.modules.batchnorm._NormBase) and _adapts(module):
-            name = name_of(module)
-            return Verdict.of(
-                step, "unknown", f"torch.nn: {name} in training mode moves its running statistics"
-            )
+        return _verdict(step, "unknown", f"{name_of(step)} has its own {replaced}")
+    adapting = next(filter(_adapts, step.modules()), None)
+    if adapting is not None:
+        return _verdict(step, "unknown", f"{name_of(adapting)} in training mode moves its running statistics")
     why = doubtful_function(step, "torch")
     if why:
-        return Verdict.of(step, "unknown", f"torch.nn: {why}")
+        return _verdict(step, "unknown", why)
     children = list(step.children())
     if children:
         return verdict_of_children(step, children, f"torch.nn: only the modules in {base.__name__} may draw")
     if isinstance(step, torch.nn.RReLU) and step.training:
-        return Verdict.of(
-            step, "deterministic", "torch.nn: RReLU draws from a range of one slope", draws=True
-        )
-    return Verdict.of(step, "deterministic", f"torch.nn: {base.__name__} draws nothing in this mode")
+        return _verdict(step, "deterministic", "RReLU draws from a range of one slope", draws=True)
+    return _verdict(step, "deterministic", f"{base.__name__} draws nothing in this mode")
+
+
+def _verdict(step: Any, kind: Kind, what: str, draws: bool = False) -> Verdict:
+    return Verdict.of(step, kind, f"torch.nn: {what}", draws)
 
 
 def _draws(module: torch.nn.Module) -> str | None:
@@ -93,7 +87,9 @@ def _draws(module: torch.nn.Module) -> str | None:
     return None
 
 
-def _adapts(module: torch.nn.modules.batchnorm._NormBase) -> bool:
-    """Whether a normalisation layer moves its running statistics with each call."""
+def _adapts(module: torch.nn.Module) -> bool:
+    """Whether this is a normalisation layer that moves its running statistics with each call."""
+    if not isinstance(module, torch.nn.modules.batchnorm._NormBase):
+        return False
     running = (module.running_mean, module.running_var)
     return module.training and module.track_running_stats and any(each is not None for each in running)

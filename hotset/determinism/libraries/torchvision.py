@@ -28,7 +28,7 @@ from hotset.determinism.verdict import (
     verdict_of_children,
 )
 
-__all__ = ["WRAPS_CHILDREN", "children_in_order", "judge", "part"]
+__all__ = ["WRAPS_CHILDREN", "children_in_order", "judge"]
 
 WRAPS_CHILDREN = False
 
@@ -43,13 +43,8 @@ _FIXED = frozenset(_FIXED_NAMES.split())
 _PLACES = ("torchvision.transforms.", "torchvision.prototype.transforms.")
 _FUNCTIONAL = ("functional", "_functional_pil", "_functional_tensor", "_functional_video")
 _READERS = (
-    "read_file",
-    "read_image",
-    "decode_image",
-    "decode_jpeg",
-    "decode_png",
-    "decode_gif",
-    "decode_webp",
+    *("read_file", "read_image"),
+    *("decode_image", "decode_jpeg", "decode_png", "decode_gif", "decode_webp"),
 )
 
 
@@ -59,11 +54,6 @@ def children_in_order(container: Any) -> tuple[Any, ...] | None:
     if base is None or base.__name__ != "Compose" or not base.__module__.startswith(_PLACES):
         return None
     return None if replaced_method(container, base) or _hooked(container) else tuple(container.transforms)
-
-
-def part(container: Any, children: list[Any], first: bool) -> list[Callable[..., Any]]:
-    """The children themselves: a Compose does nothing around them."""
-    return children
 
 
 def judge(step: Any) -> Verdict | None:
@@ -143,10 +133,6 @@ def _always_or_never(step: Any) -> str | None:
     return "p=1, always applied" if step.p >= 1 else _never(step)
 
 
-def _draws_always(step: Any) -> str | None:
-    return None
-
-
 def _single(*names: str) -> Callable[[Any], str | None]:
     """A rule for attributes that are ranges: each must hold one value only."""
 
@@ -203,7 +189,7 @@ _STILL: dict[str, Callable[[Any], str | None]] = {
     **dict.fromkeys(_GATED_NAMES.split(), _always_or_never),
     **dict.fromkeys(("RandomErasing", "RandomPhotometricDistort"), _never),
     "RandomZoomOut": lambda step: "side_range=1" if set(step.side_range) == {1} else _never(step),
-    **dict.fromkeys(_FREE_NAMES.split(), _draws_always),
+    **dict.fromkeys(_FREE_NAMES.split(), lambda step: None),
     "RandomPerspective": _perspective,
     "ColorJitter": _jitter,
     "GaussianBlur": _single("sigma"),
