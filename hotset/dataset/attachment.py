@@ -143,10 +143,11 @@ def map_ahead(segment: Segment) -> threading.Thread | None:
 
 
 def _map(segment: Segment, parts: list[tuple[int, int]], total: int) -> None:
-    start = time.perf_counter()
+    start, generation = time.perf_counter(), segment.clear_generation
     for begin, length in parts:
         for offset in range(begin, begin + length, _AT_ONCE):
-            if segment.fd < 0 or segment.live[Live.INVALIDATED]:
+            # After a clear nothing is there, and each page would be allocated again.
+            if segment.fd < 0 or generation is None or segment.clear_generation != generation:
                 return
             part = min(_AT_ONCE, begin + length - offset)
             segment.populate(offset, part)

@@ -705,6 +705,31 @@ def test_mapping_ahead_takes_nothing_of_what_was_given_back(monkeypatch: pytest.
         assert os.fstat(store.segment.fd).st_blocks * 512 < MIB
 
 
+def test_mapping_ahead_ends_with_a_clear(monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions.create("a", memory=64 * MIB)
+    big = partial(torch.full, (MIB,), dtype=torch.uint8)
+    with hotset.cache(Samples(big, 32), session="a") as cached:
+        for i in range(32):
+            cached[i]
+    started, go, populate = threading.Event(), threading.Event(), Segment.populate
+
+    def late(segment: Segment, *where: Any) -> None:
+        started.set()
+        assert go.wait(60)
+        populate(segment, *where)
+
+    monkeypatch.setattr(Segment, "populate", late)
+    with hotset.cache(Samples(big, 32), session="a") as cached:
+        store = store_of(cached)
+        assert started.wait(60)
+        cached.clear()
+        go.set()
+        for thread in threading.enumerate():
+            if thread.name == "hotset-map":
+                thread.join()
+        assert os.fstat(store.segment.fd).st_blocks * 512 < 10 * MIB, "what was being mapped just then"
+
+
 def test_what_was_destroyed_is_neither_cleared_nor_called_anything_else() -> None:
     session = sessions.create("a", memory=MIB)
     with hotset.cache(Samples(mapping, N), session="a") as cached:
