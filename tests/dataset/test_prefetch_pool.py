@@ -159,7 +159,7 @@ def test_a_list_comes_after_one_whose_writing_was_interrupted(monkeypatch: pytes
 
     with contextlib.closing(queue):
         with monkeypatch.context() as patch:
-            patch.setattr("hotset.dataset.prefetch.queue._write", interrupted)
+            patch.setattr(PrefetchQueue, "_write", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 queue.post(ids(1))
         assert queue.newest() is None
@@ -167,6 +167,21 @@ def test_a_list_comes_after_one_whose_writing_was_interrupted(monkeypatch: pytes
         found = queue.newest()
         assert found is not None
         assert found[1].tolist() == [2, 3]
+
+
+def test_a_file_that_has_got_the_queues_number_is_left_alone(log: ReadLog, tmp_path: Path) -> None:
+    """A program that closes all descriptors, as one that becomes a daemon does, gets their numbers anew."""
+    with opened(image_and_label, N) as store, (tmp_path / "mine").open("w+b") as mine:
+        with filling(store, Counting(image_and_label, N, log).__getitem__) as pool:
+            pool.request(ids(1))
+            assert settled(pool)
+            fd = pool._queue.address.fd
+            os.dup2(mine.fileno(), fd)  # os.closerange, then open
+            with pytest.warns(HotsetWarning, match="Nothing is prefetched any more"):
+                pool.request(ids(2, 3))
+            pool.raise_errors()
+        os.close(fd)  # which is still there
+    assert (tmp_path / "mine").stat().st_size == 0
 
 
 def test_a_newer_list_is_noticed_between_chunks(log: ReadLog, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ import numpy.typing as npt
 from torch._utils import ExceptionWrapper
 
 from hotset.dataset.parent_death import ParentDeathSignal, parent_death_signal
+from hotset.store import locks
 from hotset.store.claims import Ids
 from hotset.store.segment import Words
 
@@ -63,7 +64,7 @@ class PrefetchQueue:
     """
 
     def __init__(self, fd: int, parent_dead: int | None, processes: int) -> None:
-        self._fd = fd
+        self._fd, self._file = fd, locks.file_of(fd)
         self._parent_dead = parent_dead
         self._processes = processes
         words: Words = np.frombuffer(mmap.mmap(fd, 8 * (_ROWS + processes * _ROW)), np.int64)
@@ -102,7 +103,7 @@ class PrefetchQueue:
     @property
     def address(self) -> QueueAddress:
         """How workers find this queue while this process lives."""
-        return QueueAddress(parent_death_signal(), self._fd, os.fstat(self._fd).st_ino, self._processes)
+        return QueueAddress(parent_death_signal(), self._fd, os.fstat(self._own_fd()).st_ino, self._processes)
 
     # ---- lists ---------------------------------------------------------------------------------------
 
@@ -119,7 +120,7 @@ class PrefetchQueue:
         """
         written = self.number | 1  # it is odd already if an interrupt came while the last list was written
         self._words[_NUMBER] = written
-        _write(self._fd, np.ascontiguousarray(ids, np.int64).tobytes(), _LIST_AT)
+        self._write(np.ascontiguousarray(ids, np.int64).tobytes(), _LIST_AT)
         self._words[_LENGTH] = len(ids)
         self._words[_NUMBER] = written + 1
 
@@ -135,7 +136,7 @@ class PrefetchQueue:
 
     def give_up(self, number: int, position: int) -> None:
         """Mark a position of this list, so that no worker tries it again; later lists are not affected."""
-        _write(self._fd, number.to_bytes(8, "little"), _MARKS_AT + 8 * position)
+        self._write(number.to_bytes(8, "little"), _MARKS_AT + 8 * position)
 
     def given_up(self, number: int, positions: Ids) -> npt.NDArray[np.bool_]:
         """Which of these positions of a list are marked; they must be ascending, and at least one."""
@@ -156,7 +157,7 @@ class PrefetchQueue:
         except Exception:  # a class defined in a function; the traceback names it
             error.exc_type = RuntimeError
             data = pickle.dumps(error)
-        _write(self._fd, data, _ERRORS_AT + worker * _ERROR_AREA)
+        self._write(data, _ERRORS_AT + worker * _ERROR_AREA)
         self.reported[worker] += 1
 
     def take_error(self) -> ExceptionWrapper | None:
@@ -165,7 +166,10 @@ class PrefetchQueue:
         if not unraised.any():
             return None
         worker = int(unraised.argmax())
-        data = os.pread(self._fd, _ERROR_AREA, _ERRORS_AT + worker * _ERROR_AREA)
+        try:
+            data = os.pread(self._own_fd(), _ERROR_AREA, _ERRORS_AT + worker * _ERROR_AREA)
+        except OSError:  # the program has closed it
+            return None
         self.raised[worker] += 1
         error: ExceptionWrapper = pickle.loads(data)
         return error
@@ -180,15 +184,18 @@ class PrefetchQueue:
 
     def close(self) -> None:
         """Close the memory, in the main process. The mapping is freed with its last view."""
-        os.close(self._fd)
+        locks.close_own(self._fd, self._file)
 
     def _read(self, offset: int, count: int) -> Words:
-        words: Words = np.frombuffer(os.pread(self._fd, 8 * count, offset), np.int64)
+        words: Words = np.frombuffer(os.pread(self._own_fd(), 8 * count, offset), np.int64)
         return words
 
+    def _write(self, data: bytes, offset: int) -> None:
+        view = memoryview(data)
+        while len(view):
+            written = os.pwrite(self._own_fd(), view, offset)
+            view, offset = view[written:], offset + written
 
-def _write(fd: int, data: bytes, offset: int) -> None:
-    view = memoryview(data)
-    while len(view):
-        written = os.pwrite(fd, view, offset)
-        view, offset = view[written:], offset + written
+    def _own_fd(self) -> int:
+        """The descriptor, if the program has not closed it, and given its number to another file."""
+        return locks.own(self._fd, self._file)
