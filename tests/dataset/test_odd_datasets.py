@@ -301,3 +301,41 @@ def test_an_array_itself_is_a_dataset_with_live_transforms_in_workers(make: Any,
                 )
             )
             equal_batches(found, expected)
+
+
+class Pages(Dataset[torch.Tensor]):
+    """Holds the page that it has come to: samples can only be read in order, as DLRM's are."""
+
+    def __init__(self) -> None:
+        self.page, self.rows = 0, torch.arange(10)
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index % 10 == 0:
+            self.page, self.rows = index, torch.arange(index, index + 10)
+        if not 0 <= index - self.page < 10:
+            raise IndexError(index)
+        return self.rows[index - self.page]
+
+
+def test_a_dataset_that_can_only_be_read_in_order_is_refused_and_left_as_it_was() -> None:
+    dataset = Pages()
+    with pytest.raises(hotset.NotCacheable, match=r"5 of 8 .* Pages\.rows, .* by the index alone"):
+        hotset.cache(dataset, memory="1MiB")
+    assert dataset.page == 0
+    assert [int(sample) for sample in DataLoader(dataset, batch_size=None)] == list(range(60))
+    cached = hotset.cache(hotset.deterministic(dataset), memory="1MiB")
+    assert [int(sample) for sample in hotset.DataLoader(cached, batch_size=None)] == list(range(60))
+
+
+def test_samples_that_cannot_be_read_in_any_order_are_left_out() -> None:
+    class Gaps(Pages):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            if index >= 10:
+                raise OSError(index)
+            return torch.tensor(index)
+
+    cached = hotset.cache(Gaps(), memory="1MiB")
+    assert [int(cached[index]) for index in range(10)] == list(range(10))

@@ -33,7 +33,7 @@ from hotset.dataset.plan import Plan, Row, file_bytes, remedies
 from hotset.dataset.planning.cut_search import CutChoice, choose
 from hotset.dataset.planning.lost_threads import has_threads, polars_was_begun
 from hotset.dataset.planning.memory_budget import held_by_others, memory_limit, window_sizes
-from hotset.dataset.planning.source_judgement import judge_source
+from hotset.dataset.planning.source_judgement import judge_source, refuse_if_in_order
 from hotset.dataset.source_reader import seconds_in_groups, spread
 from hotset.dataset.streams.probe import batch_size_of, has_shuffle
 from hotset.dataset.streams.source import StreamSource
@@ -196,6 +196,7 @@ def _plan_by_reading(
     if len(rows) == 1:  # without transforms, nothing was measured yet
         rows = (rows[0]._replace(seconds=probed.seconds, bytes=sample_bytes or None),)
     moved = compared.moved()
+    refuse_if_in_order(dataset, probed, moved)
     unread.put_back()
     found = identity.fingerprint(pipeline, choice.cuts, source)
     if found.unknowns and options.session is not None:

@@ -20,7 +20,7 @@ from hotset.determinism.objects.reading_names import reading_code
 from hotset.determinism.objects.safe_access import attributes_of, is_a
 from hotset.errors import NotCacheable
 
-__all__ = ["judge_source"]
+__all__ = ["judge_source", "refuse_if_in_order"]
 
 _SEEDS = frozenset({"seed", "manual_seed", "seed_everything", "set_rng_state", "setstate", "set_state"})
 
@@ -56,6 +56,33 @@ def judge_source(
     if not believed and not probed.drawing:
         _judge_batches(dataset, source)
     return notes, believed
+
+
+def refuse_if_in_order(dataset: Any, probed: Probe, moved: Sequence[str]) -> None:
+    """Refuse a dataset that seems to be made to be read from its first sample to its last alone.
+
+    It keeps the part of the data that it has come to, and fails, or returns something else, for a sample of
+    another part. A cache reads samples in any order, and leaves out those that it holds.
+
+    Args:
+        dataset: the user's dataset.
+        probed: what a probe of it saw.
+        moved: its attributes that reading has changed.
+
+    Raises:
+        NotCacheable: at least half of the samples could not be read, and reading changes attributes.
+    """
+    failed, read = probed.failed, len(probed.samples)
+    if not moved or len(failed) < read or declared(dataset) == "deterministic":
+        return
+    index, error = next(iter(failed.items()))
+    raise NotCacheable(
+        f"{len(failed)} of {len(failed) + read} samples of {type(dataset).__name__}, spread over it, could "
+        f"not be read (sample {index} raised {type(error).__name__}: {error}), and reading changes "
+        f"{' and '.join(moved[:3])}, so a sample seems to need those before it to be read first; a cache reads "
+        "in another order. Let __getitem__ find what it needs by the index alone; or, if these samples cannot "
+        f"be read in any order, declare it: {declaration_of(dataset)}."
+    ) from error
 
 
 def _judge(dataset: Any, source: Source, probed: Probe) -> tuple[list[str], bool]:

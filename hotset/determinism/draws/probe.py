@@ -28,7 +28,7 @@ import functools
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,6 +53,7 @@ class Probe:
         drawing: the indices whose reading moves a generator.
         differing: the indices of the samples whose readings differ, without those in ``drawing``: a cache of
             all samples but those in ``drawing`` would freeze these.
+        failed: what the first reading of an index raised that is left out, by index.
     """
 
     samples: list[Any]
@@ -61,6 +62,7 @@ class Probe:
     differs: tuple[str, ...]
     drawing: tuple[int, ...] = ()
     differing: tuple[int, ...] = ()
+    failed: dict[int, Exception] = field(default_factory=dict)
 
 
 class _Reading(NamedTuple):
@@ -104,10 +106,11 @@ def probe(
     generators = Generators(holders)
     readings: list[_Reading] = []
     differs: dict[int, str] = {}
+    failed: dict[int, Exception] = {}
     at_first: dict[str, Any] | None = None  # the generators' states, if the probe has moved them
     try:
         begun = time.perf_counter()
-        for reading in _readings(read, indices, forgive):
+        for reading in _readings(read, indices, forgive, failed):
             readings.append(reading)
             if len(readings) == 1:
                 generators.look_again(holders)
@@ -133,7 +136,7 @@ def probe(
     mean = sum(reading.seconds for reading in readings) / max(1, len(readings))
     samples = [reading.sample for reading in readings]
     differing = tuple(index for index in differs if index not in drawing)
-    return Probe(samples, mean, moved, tuple(differs.values()), drawing, differing)
+    return Probe(samples, mean, moved, tuple(differs.values()), drawing, differing, failed)
 
 
 def _draw_from_globals() -> None:
@@ -164,28 +167,30 @@ def _drawing(
 
 
 def _readings(
-    read: Callable[[int], object], indices: Sequence[int], forgive: tuple[type[Exception], ...]
+    read: Callable[[int], object],
+    indices: Sequence[int],
+    forgive: tuple[type[Exception], ...],
+    failed: dict[int, Exception],
 ) -> Iterator[_Reading]:
-    """The first reading of each index.
+    """The first reading of each index; ``failed`` gets what it raised, if it is left out.
 
     Raises:
         Exception: what ``read`` raised and ``forgive`` does not name; what it raised first, if nothing could
             be read.
     """
-    failed: Exception | None = None
     any_read = False
     for index in indices:
         begun = time.perf_counter()
         try:
             sample = read(index)
         except forgive as error:
-            failed = failed or error
+            failed[index] = error
             continue
         took = time.perf_counter() - begun
         any_read = True
         yield _Reading(index, sample, content_digests(sample), took)
     if failed and not any_read:
-        raise failed
+        raise next(iter(failed.values()))
 
 
 def _read_again(
