@@ -70,6 +70,7 @@ from hotset.loader.worker_process import (
     BatchMaker,
     TaskSampler,
     WorkerInit,
+    may_draw,
     random_parts,
     torch_loader,
 )
@@ -528,6 +529,10 @@ class DataLoader(TorchDataLoader[T]):
                 'multiprocessing_context="spawn" to the loader.',
                 "tokio",
             )
+        forks = self._inner is None and _start_method(self.multiprocessing_context) == "fork"
+        if forks and may_draw(route, self.collate_fn):
+            # Forked workers inherit what is found out about code here; otherwise each works it out, in each epoch.
+            self._live_generators()
         inner = self._inner if self._inner is not None else self._make_inner(route)
         if self.persistent_workers:
             self._inner = inner
@@ -583,8 +588,12 @@ def _is_of_stream(state: dict[str, Any]) -> bool:
 
 def _forks_beside_tokio(context: Any) -> bool:
     """Whether workers are forked, and this process has threads of tokio, which a fork does not copy."""
-    method = multiprocessing.get_start_method() if context is None else context.get_start_method()
-    return method == "fork" and has_threads("tokio")
+    return _start_method(context) == "fork" and has_threads("tokio")
+
+
+def _start_method(context: Any) -> str:
+    """How this loader starts its workers."""
+    return str(multiprocessing.get_start_method() if context is None else context.get_start_method())
 
 
 def _unchanged(message: BatchMessage) -> BatchMessage:

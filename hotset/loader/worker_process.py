@@ -55,6 +55,7 @@ __all__ = [
     "Task",
     "TaskSampler",
     "WorkerInit",
+    "may_draw",
     "random_parts",
     "torch_loader",
 ]
@@ -241,7 +242,7 @@ class _InWorker:
         self._not_gathered = not is_known(collate_fn)
         self._pools: dict[Address, SharedBlocks] = {}
         self._told: list[tuple[str, str]] = []
-        self._draws = any(each.source.live for each in route.currents) or not _is_still(collate_fn)
+        self._draws = may_draw(route, collate_fn)
         self._generators: Generators | None = None
         info = get_worker_info()
         self._worker = info.id if info is not None else 0
@@ -336,6 +337,11 @@ class _InWorker:
 def _is_still(collate_fn: Callable[[Any], Any]) -> bool:
     """Whether this collate function is known to draw nothing."""
     return is_known(collate_fn) or collate_fn is default_convert
+
+
+def may_draw(route: Route, collate_fn: Callable[[Any], Any]) -> bool:
+    """Whether random numbers may be drawn when batches are made of samples that are all in the cache."""
+    return any(each.source.live for each in route.currents) or not _is_still(collate_fn)
 
 
 def random_parts(route: Route, collate_fn: Callable[[Any], Any]) -> list[Any]:

@@ -42,6 +42,7 @@ from torch.utils.data import (
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 import hotset
+from hotset.determinism.objects.code_dependencies import loaded_globals
 from hotset.session import recovery
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -537,3 +538,20 @@ def test_rows_of_a_mapped_file_and_default_dicts_are_cached_and_stacked_as_torch
         cached[3]["x"][:] = 0.0  # the caller's own
         assert cached[3]["x"].tolist() == mapped[3].tolist()
         assert cached.check() == []
+
+
+class Paired:
+    """A collate function with code of the user's behind it, as those with a tokenizer have."""
+
+    def __call__(self, samples: list[int]) -> list[int]:
+        return self.worked_out(samples)
+
+    def worked_out(self, samples: list[int]) -> list[int]:
+        return [loaded_globals.cache_info().misses, *samples]
+
+
+def test_forked_workers_need_not_work_out_what_the_code_of_a_collate_function_reaches() -> None:
+    with hotset.cache(Samples(number), memory="1MiB") as cached:
+        loader = hotset.DataLoader(cached, batch_size=4, num_workers=1, collate_fn=Paired())
+        misses = [batch[0] for _ in range(2) for batch in loader]
+        assert len(set(misses)) == 1  # looked up in the main process, before the worker was forked
