@@ -531,7 +531,7 @@ class DataLoader(TorchDataLoader[T]):
             )
         forks = self._inner is None and _start_method(self.multiprocessing_context) == "fork"
         if forks and may_draw(route, self.collate_fn):
-            # Forked workers inherit what is found out about code here; otherwise each works it out, in each epoch.
+            # Forked workers inherit what is found out here about code; else each would, in each epoch.
             self._live_generators()
         inner = self._inner if self._inner is not None else self._make_inner(route)
         if self.persistent_workers:

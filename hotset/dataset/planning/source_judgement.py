@@ -79,9 +79,9 @@ def refuse_if_in_order(dataset: Any, probed: Probe, moved: Sequence[str]) -> Non
     raise NotCacheable(
         f"{len(failed)} of {len(failed) + read} samples of {type(dataset).__name__}, spread over it, could "
         f"not be read (sample {index} raised {type(error).__name__}: {error}), and reading changes "
-        f"{' and '.join(moved[:3])}, so a sample seems to need those before it to be read first; a cache reads "
-        "in another order. Let __getitem__ find what it needs by the index alone; or, if these samples cannot "
-        f"be read in any order, declare it: {declaration_of(dataset)}."
+        f"{' and '.join(moved[:3])}, so a sample seems to need those before it to be read first; a cache "
+        "reads in another order. Let __getitem__ find what it needs by the index alone; or, if these samples "
+        f"cannot be read in any order, declare it: {declaration_of(dataset)}."
     ) from error
 
 
