@@ -97,18 +97,21 @@ class Room:
         return has_room
 
     def holds_all_in(self, parts: list[Any]) -> bool:
-        """Whether there is room for all elements of the containers among these, which hold no others."""
-        nested = [each for each in parts if type(each) not in _PLAIN_TYPES]
-        return (
-            all(issubclass(type(each), _ENTERED) for each in nested)
-            and sum(length(each) + _EACH for each in nested) <= self.elements
-            and all(_PLAIN_TYPES.issuperset(map(type, elements(each))) for each in nested)
-        )
+        """Whether there is room for the containers among these and in them, and they hold nothing else."""
+        left, queue = self.elements, list(parts)
+        while queue and left >= 0:
+            each = queue.pop()
+            if type(each) not in _PLAIN_TYPES:
+                if not issubclass(type(each), _ENTERED):
+                    return False
+                left -= length(each) + _EACH
+                queue += elements(each) if left >= 0 else ()
+        return left >= 0
 
     @classmethod
     def small(cls) -> Room:
         """Room for what is looked at for each of many readings."""
-        return cls(500, 1 << 14, outermost=False)
+        return cls(900, 1 << 14, outermost=False)
 
     @classmethod
     def larger(cls) -> Room:
