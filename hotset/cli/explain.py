@@ -111,12 +111,10 @@ def _is_chain(found: Any) -> bool:
     """Whether it is a transform or a list of transforms, and not a dataset."""
     if isinstance(found, (list, tuple)):
         return bool(found) and all(map(callable, found))
-    from torch.utils.data import Dataset
-
     from hotset.determinism.verdict import library_of
 
-    if isinstance(found, Dataset):  # a class of a library's, as its transforms are
-        return False
+    if any(base.__module__ == "torch.utils.data.dataset" for base in type(found).__mro__):
+        return False  # its class is of a library, as a transform's is
     if library_of(found) is not None:  # torch's Sequential has a length, and gives its parts by number
         return True
     return callable(found) and not (hasattr(found, "__getitem__") and hasattr(found, "__len__"))
