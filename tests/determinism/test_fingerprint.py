@@ -47,6 +47,7 @@ from hotset.determinism.declare import deterministic
 from hotset.determinism.fingerprint.data_files import Files
 from hotset.determinism.fingerprint.fingerprint import Fingerprint, fingerprint
 from hotset.determinism.objects import code_dependencies as codes
+from hotset.determinism.objects.object_graph import within_reach
 
 
 def of(source: object, *prefix: Callable[..., Any]) -> str:
@@ -1072,6 +1073,48 @@ def test_what_a_logger_of_loguru_writes_to_does_not_count(
     before = of([logger])
     logger.sinks.append({"name": "there"})
     assert of([logger]) == before != of([])
+
+
+def scaled(x: float) -> float:
+    return x * SCALES[0] + GENERATOR.random()
+
+
+SCALES = [2.0]
+GENERATOR = random.Random(1)
+
+
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function as numba compiles it, with a compiler that keeps what it has done."""
+    package = tmp_path / "site-packages" / "numba" / "core"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").touch()
+    (package / "dispatcher.py").write_text("class Dispatcher:\n    pass\n")
+    monkeypatch.syspath_prepend(package.parents[1])
+    dispatcher = importlib.import_module("numba.core.dispatcher").Dispatcher()
+    for name in ("numba", "numba.core", "numba.core.dispatcher"):
+        monkeypatch.setitem(sys.modules, name, sys.modules.pop(name))  # gone after the test
+    functools.update_wrapper(dispatcher, scaled)
+    dispatcher.targetoptions, dispatcher.overloads = {"fastmath": True}, [random.Random(2)]
+    return dispatcher
+
+
+def test_what_numba_compiles_counts_by_its_python_code_and_options(
+    compiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = of([compiled])
+    compiled.overloads.append("float64")
+    assert of([compiled]) == before
+    compiled.targetoptions = {"fastmath": False}
+    assert of([compiled]) != before
+    compiled.targetoptions = {"fastmath": True}
+    monkeypatch.setitem(globals(), "SCALES", [3.0])
+    assert of([compiled]) != before
+
+
+def test_generators_are_searched_in_the_python_code_of_what_numba_compiles_alone(compiled: Any) -> None:
+    assert [found for _, found in within_reach([compiled], (random.Random,))] == [GENERATOR]
 
 
 def test_without_candidates_digests_are_equal() -> None:

@@ -255,6 +255,17 @@ _GIVES_NO_DATA = (
     *("ssl.*", "_ssl.*", "selectors.*", "select.*"),
     "loguru._logger.Logger",
 )
+_COMPILED_BY_NUMBA = (
+    *("numba.core.dispatcher.Dispatcher", "numba.core.ccallback.CFunc"),
+    *("numba.np.ufunc.dufunc.DUFunc", "numba.np.ufunc.gufunc.GUFunc"),
+)
+
+
+def _compiled_by_numba(function: Any) -> tuple[Any, ...]:
+    """Its Python code and options; not what has been compiled so far, and the compiler."""
+    return type(function), function.__wrapped__, getattr(function, "targetoptions", None)
+
+
 _HANDLES: dict[type | str, Handler] = {
     **dict.fromkeys(_GIVES_NO_DATA, by_type),
     **dict.fromkeys(_GIVES_DATA, Describer.unknown),
@@ -269,6 +280,7 @@ _HANDLES: dict[type | str, Handler] = {
     "h5py._hl.base.HLObject": _hdf5,
     # Compiled without a module's name, or in Python over cffi.
     **dict.fromkeys(("builtins.Environment", "lmdb.cffi.Environment"), _lmdb),
+    **dict.fromkeys(_COMPILED_BY_NUMBA, by_parts(b"h", _compiled_by_numba)),
     "ctypes.CDLL": _parts("_name"),
     "mmap.mmap": _mapping,
     "multiprocessing.shared_memory.SharedMemory": _parts("_mmap"),

@@ -211,6 +211,10 @@ def _reachable(node: Any, kinds: Kinds) -> Iterator[tuple[str, Any]]:
     if issubclass(kind, type):
         yield from _of_class(node)
         return
+    if str(kind.__module__).partition(".")[0] == "numba" and "__wrapped__" in (held := attributes(node)):
+        # A compiled function holds the compiler, with tens of thousands of objects.
+        yield "", held["__wrapped__"]
+        return
     if issubclass(kind, types.FunctionType):
         yield from _of_function(node)
     elif issubclass(kind, types.MethodType):
