@@ -102,7 +102,7 @@ def output_and_seconds(step: Callable[..., Any], value: Any) -> tuple[Any, float
         Exception: whatever the transform raises, unchanged; all state is put back in this case too.
     """
     timed = Timed(lambda own: applied(step, own))
-    with _untouched([step]):
+    with _untouched([step]), Generators([step]):
         made = timed(copied(value))
         while len(timed.times) < _REPEATS and sum(timed.times) < _TIMING_SECONDS:
             timed(copied(value))
@@ -120,7 +120,7 @@ def alters_input(steps: Sequence[Callable[..., Any]], value: Any) -> bool:
     """
     own = copied(value)
     before = content_digests(own)
-    with _untouched(steps):
+    with _untouched(steps), Generators([steps]):
         try:
             made = own
             for step in steps:
@@ -132,15 +132,14 @@ def alters_input(steps: Sequence[Callable[..., Any]], value: Any) -> bool:
 
 @contextlib.contextmanager
 def _untouched(steps: Sequence[Any]) -> Iterator[None]:
-    """Put back afterwards what transforms hold and reach, and the generators."""
+    """Put back afterwards what transforms hold and reach."""
     reached = [
         _Names(owner, whole=owner is step)
         for step in steps
         for owner in {id(each): each for each in (*held_objects(step), *reached_by_code(step))}.values()
     ]
     try:
-        with Generators([steps]):
-            yield
+        yield
     finally:
         for each in reached:
             each.put_back()

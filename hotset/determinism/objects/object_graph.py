@@ -22,7 +22,7 @@ import math
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -76,7 +76,7 @@ def within_reach(holders: Sequence[object], kinds: Kinds) -> Iterator[tuple[str,
     """
     seen: dict[int, object] = {}  # keeps the objects alive, as ids are reused
     for holder in parts_of_chains(holders):
-        for path, node in _walk(_name(holder), holder, seen, _OBJECTS, kinds, deepest=_DEPTH):
+        for path, node in _walk(holder, _OBJECTS, kinds, seen, _name(holder), deepest=_DEPTH):
             if issubclass(type(node), kinds):
                 yield path, node
 
@@ -116,7 +116,7 @@ def held_objects(holder: object, kinds: Kinds = ()) -> Iterator[Any]:
     """
     if issubclass(type(holder), _NAMED):
         return
-    for node in _near(holder, _HELD, code=False):
+    for _, node in _walk(holder, _HELD, hotsets=False, code=False):
         kind = type(node)
         if node is holder or issubclass(kind, kinds) or (not issubclass(kind, _CALLED) and is_users(node)):
             yield node
@@ -132,49 +132,36 @@ def reached_by_code(holder: object) -> Iterator[Any]:
         >>> list(reached_by_code(functools.partial(max, held)))
         [namespace(calls=0)]
     """
-    for node in _near(holder, _REACHED, code=True):
+    for _, node in _walk(holder, _REACHED, hotsets=False):
         kind = type(node)
         if issubclass(kind, _NAMESPACES) or (not issubclass(kind, _CALLED) and is_users(node)):
             yield node
 
 
-def _near(holder: Any, most: int, *, code: bool) -> Iterator[Any]:
-    """The holder, and what it reaches, near ones first: no modules, nothing in hotset's own objects.
-
-    Args:
-        holder: where to begin.
-        most: how many objects to look at.
-        code: whether also through functions and classes.
-    """
-
-    def is_left_out(node: Any) -> bool:
-        is_code = issubclass(type(node), _NAMED)
-        origin = node if is_code else type(node)
-        return (is_code and not code) or str(origin.__module__).partition(".")[0] == "hotset"
-
-    return (node for _, node in _walk("", holder, {}, most, is_left_out=is_left_out))
-
-
 def _walk(
-    name: str,
     holder: Any,
-    seen: dict[int, object],
     most: int,
     kinds: Kinds = (),
-    is_left_out: Callable[[Any], bool] | None = None,
+    seen: dict[int, object] | None = None,
+    name: str = "",
+    *,
     deepest: float = math.inf,
+    hotsets: bool = True,
+    code: bool = True,
 ) -> Iterator[tuple[str, Any]]:
     """The holder and all that it reaches but atoms and modules, near ones first, each with the path to it.
 
     Args:
-        name: of the holder.
         holder: where to begin.
-        seen: what was looked at already, by id.
         most: how many objects to look at.
         kinds: of the objects that are searched for: the walk does not continue into one.
-        is_left_out: whether it leaves out another object than the holder.
+        seen: what was looked at already, by id.
+        name: of the holder, with which the paths begin.
         deepest: how far from the holder it goes.
+        hotsets: whether to hotset's own objects, too; to the holder in any case.
+        code: whether to functions and classes, too.
     """
+    seen = {} if seen is None else seen
     queue: deque[tuple[str, Any, int]] = deque([(name, holder, 0)])
     bound = len(seen) + most
     while queue and len(seen) < bound:
@@ -185,7 +172,7 @@ def _walk(
         found = issubclass(kind, kinds)
         if not found and (kind in _ATOMS or issubclass(kind, types.ModuleType)):
             continue
-        if depth and is_left_out is not None and is_left_out(node):
+        if depth and not hotsets and _package(node if issubclass(kind, _NAMED) else kind) == "hotset":
             continue
         seen[id(node)] = node
         if depth and issubclass(kind, type):
@@ -193,7 +180,14 @@ def _walk(
             path = node.__qualname__
         yield path, node
         if depth < deepest and not found:
-            queue.extend((path + label, child, depth + 1) for label, child in _reachable(node, kinds))
+            for label, child in _reachable(node, kinds):
+                if code or not issubclass(type(child), _NAMED):
+                    queue.append((path + label, child, depth + 1))
+
+
+def _package(origin: Any) -> str:
+    """The top-level package in which a class or function is defined."""
+    return str(origin.__module__).partition(".")[0]
 
 
 def _name(holder: Any) -> str:
@@ -236,7 +230,7 @@ def _reachable(node: Any, kinds: Kinds) -> Iterator[tuple[str, Any]]:
 
 
 def _of_class(cls: type) -> Iterator[tuple[str, Any]]:
-    if str(cls.__module__).partition(".")[0] not in _LIBRARIES:
+    if _package(cls) not in _LIBRARIES:
         for name, value in list(vars(cls).items()):
             yield f".{name}", value
 
@@ -280,11 +274,10 @@ def _may_hold(value: Any, function: types.FunctionType) -> bool:
         return True
     if issubclass(type(value), types.ModuleType) or is_opaque(value):
         return False
-    module = str(value.__module__)
-    if module == function.__module__ or is_users(value):
+    if str(value.__module__) == function.__module__ or is_users(value):
         return True
     made = issubclass(type(value), types.FunctionType) and value.__closure__ is not None
-    return made and module.partition(".")[0] not in _LIBRARIES
+    return made and _package(value) not in _LIBRARIES
 
 
 def _of_container(node: Any, kinds: Kinds) -> Iterator[tuple[str, Any]]:
