@@ -124,6 +124,7 @@ class BatchFetch:
     ) -> None:
         self._peers, self._cache, self._store, self._read = peers, cache, store, read
         self._keeps = keeps
+        self._generation = store.clear_generation()
         self._schema: Schema = store.schema
         self._got = Fetched()
         self._puts: list[_Put] = []
@@ -229,7 +230,12 @@ class BatchFetch:
         self._got.records.append(records)
         self._store.participant.row[Slot.PEER_HITS] += len(records.ids)
         if self._keeps(len(records.ids)):
-            self._store.insert(records.samples(self._schema, decode=False))
+            self._insert(records.samples(self._schema, decode=False))
+
+    def _insert(self, samples: dict[int, Any]) -> None:
+        """Keep samples here, unless the cache was cleared since they were asked for, or read."""
+        if self._generation is not None:
+            self._store.insert(samples, self._generation)
 
     # ---- samples that move, as machines join and leave ------------------------------------------------
 
@@ -238,7 +244,7 @@ class BatchFetch:
         left = self._not_moved(None, ids)
         came = np.setdiff1d(ids, left)
         if len(came):
-            self._store.insert(self._some(came))
+            self._insert(self._some(came))
         return left
 
     def _not_moved(self, owner: str | None, ids: Longs) -> Longs:
@@ -330,7 +336,7 @@ class BatchFetch:
             if name != self._peers.known.me:
                 self._put(name, some, turn)
                 continue
-            self._store.insert(some)
+            self._insert(some)
             left = ids[self._store.words(ids) < PRESENT].tolist()
             if left:
                 self._put_further({sample: some[sample] for sample in left}, turn + 1)

@@ -20,7 +20,7 @@ was read before it: what has another length is refused with a reason. ::
                +16  number       u64   of the request, which its answer repeats
                +24  fingerprint  16 B  of the cache
                +40  layout       16 B  digest of schema, stride, samples and the segment's format
-               +56  zeros        8 B
+               +56  clears       u64   of a request: see below; 0 in others
 
     entry      +0   state:2 | generation:20, u32     0 absent, 1 present, 2 truncated: answer full, 3 pending
                     absent, with 1 for a generation: and there is no room for it
@@ -33,6 +33,10 @@ that stores the record elsewhere writes its own line there, and a new checksum.
 
 The checksum travels with each record and covers the sample id, so that a record sent for another sample
 is found like a damaged one. It does not protect against forgery; keys do.
+
+*Clears* is how often the cluster had cleared the cache, as the client knew when it began what it asks for. A
+machine that has cleared it less often does so before it answers, and one that has cleared it more often takes
+no records: so nothing from before a clear comes back from a machine that the clear has not reached yet.
 
 The first 24 bytes stay what they are in every version, so that a sentence can name another version.
 """
@@ -76,12 +80,13 @@ __all__ = [
 Frame = memoryview | bytes
 
 MAGIC = b"hotpeer\x1a"
-VERSION = 2
+VERSION = 3
 # Samples of one message, and bytes of one frame.
 MOST = 1 << 16
 LARGEST = 64 << 20
+_MOST_CLEARS = 1 << 32
 
-_HEADER = struct.Struct("<8sHBBIQ16s16s8x")
+_HEADER = struct.Struct("<8sHBBIQ16s16sQ")
 _ANSWERS = 0x80
 _STATE_SHIFT = 30
 _ENTRY = 8
@@ -127,6 +132,7 @@ class Head(NamedTuple):
     number: int
     fingerprint: bytes
     layout: bytes
+    clears: int = 0
 
 
 # ---- writing -------------------------------------------------------------------------------------------
@@ -159,7 +165,7 @@ def clear(number: int, cache: CacheIdentity, said: Longs) -> list[Any]:
 
 def key(number: int) -> list[Any]:
     """The one frame that asks for the credentials of a connection."""
-    return [_HEADER.pack(MAGIC, VERSION, Operation.KEY, 0, 0, number, bytes(16), bytes(16))]
+    return [_HEADER.pack(MAGIC, VERSION, Operation.KEY, 0, 0, number, bytes(16), bytes(16), 0)]
 
 
 def key_answer(head: Head, said: bytes) -> list[Any]:
@@ -182,7 +188,7 @@ def answer(head: Head, cache: CacheIdentity, records: WireRecords) -> list[Any]:
 def refusal(head: Head, status: Status) -> list[Any]:
     """The one frame that refuses a request."""
     said = (MAGIC, VERSION, head.operation | _ANSWERS, status, 0, head.number, head.fingerprint, head.layout)
-    return [_HEADER.pack(*said)]
+    return [_HEADER.pack(*said, 0)]
 
 
 def _fit(ids: Longs, size: int = 0) -> None:
@@ -194,7 +200,9 @@ def _fit(ids: Longs, size: int = 0) -> None:
 
 
 def _header(operation: int, status: int, count: int, number: int, cache: CacheIdentity) -> bytes:
-    return _HEADER.pack(MAGIC, VERSION, operation, status, count, number, cache.fingerprint, cache.layout)
+    clears = 0 if operation & _ANSWERS else cache.clears
+    said = (operation, status, count, number, cache.fingerprint, cache.layout, clears)
+    return _HEADER.pack(MAGIC, VERSION, *said)
 
 
 def _little(values: Longs) -> memoryview:
@@ -223,7 +231,7 @@ def parse_head(frames: Sequence[Frame], *, answers: bool) -> Head:
     """
     if not frames or len(frames[0]) != _HEADER.size or frames[0][: len(MAGIC)] != MAGIC:
         raise Malformed("has sent something that is not a message of hotset's")
-    _, version, operation, status, count, number, fingerprint, layout = _HEADER.unpack(frames[0])
+    _, version, operation, status, count, number, fingerprint, layout, clears = _HEADER.unpack(frames[0])
     if version != VERSION:
         raise Malformed(
             f"uses version {version} of hotset's messages, and this process uses version {VERSION}; "
@@ -235,10 +243,10 @@ def parse_head(frames: Sequence[Frame], *, answers: bool) -> Head:
         raise Malformed(f"has sent a message with the unknown status {status}")
     if count > MOST:
         raise Malformed(f"has sent a message with {count:,} samples, where {MOST:,} are allowed")
-    if frames[0][-8:] != bytes(8):
-        raise Malformed("has sent a header with bytes other than zero at its end")
+    if clears > (0 if answers else _MOST_CLEARS):
+        raise Malformed(f"has sent a header that tells of {clears:,} clears")
     operation = Operation(operation & ~_ANSWERS)
-    return Head(operation, Status(status), count, number, fingerprint, layout)
+    return Head(operation, Status(status), count, number, fingerprint, layout, clears)
 
 
 def parse_ids(head: Head, frame: Frame, cache: CacheIdentity) -> Longs:
@@ -310,5 +318,5 @@ def refusal_of(frames: Sequence[Frame]) -> list[Any] | None:
     """The frame that refuses a message which was malformed; None where it has not even a header's size."""
     if not frames or len(frames[0]) != _HEADER.size:
         return None
-    _, _, _, _, _, number, fingerprint, layout = _HEADER.unpack(frames[0])
+    *_, number, fingerprint, layout, _ = _HEADER.unpack(frames[0])
     return refusal(Head(Operation.GET, Status.OK, 0, number, fingerprint, layout), Status.MALFORMED)

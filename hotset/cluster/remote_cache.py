@@ -12,6 +12,7 @@ import os
 import threading
 import time
 import weakref
+from dataclasses import replace
 from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
@@ -94,8 +95,12 @@ class RemoteCache:
             finally:
                 self._peers.count()
 
-    def pass_on(self, store: Store, samples: dict[int, Any]) -> bool:
-        """Send samples for which this machine has no room to others; whether all of them are kept now."""
+    def pass_on(self, store: Store, samples: dict[int, Any], generation: int | None) -> bool:
+        """Send samples for which this machine has no room to others; whether all of them are kept now.
+
+        Args:
+            generation: the clear generation in which they were read.
+        """
         if store.why_full is None:
             return False
         with self._turn():
@@ -105,10 +110,12 @@ class RemoteCache:
             ids = np.fromiter(samples, np.int64)
             ids = ids[store.words(ids) < PRESENT]
             fetch = self._batch_fetch(store, samples.__getitem__)
+            if store.clear_generation() != generation:  # asked after the number of clears
+                return False
             return fetch.pass_on({sample: samples[sample] for sample in ids.tolist()})
 
     def _batch_fetch(self, store: Store, read: Read) -> BatchFetch:
-        return BatchFetch(self._peers, self.cache(store), store, read, partial(self._keeps, store))
+        return BatchFetch(self._peers, self._cache_now(store), store, read, partial(self._keeps, store))
 
     def prefetch(self, store: Store, ids: Longs) -> None:
         """Ask for those samples of a coming batch that this machine lacks; returns at once.
@@ -122,7 +129,7 @@ class RemoteCache:
             self._peers.refresh()
             if self._peers.membership is None or ids.tobytes() in self._ahead:
                 return
-            cache, clear_generation = self.cache(store), store.clear_generation()
+            clear_generation, cache = store.clear_generation(), self._cache_now(store)
             requests = [
                 self._peers.by_name[name].ask(cache, part)
                 for name, some in self._peers.known.others(missing)
@@ -168,7 +175,6 @@ class RemoteCache:
             SegmentError: some machines have not confirmed that they have.
         """
         deadline = time.monotonic() + _CLEAR_SECONDS
-        store.segment.live[Live.CLEARS] += 1  # heartbeats pass it on to machines that cannot be asked now
         with self._turn():
             self._peers.refresh()
             gone = self._peers.gone()
@@ -204,6 +210,10 @@ class RemoteCache:
         if self._cache is None:
             self._cache = cache_of(store, self._fingerprint)
         return self._cache
+
+    def _cache_now(self, store: Store) -> CacheIdentity:
+        """The same, with the number of clears, for what is asked and sent from now on."""
+        return replace(self.cache(store), clears=int(store.segment.live[Live.CLEARS]))
 
     def _keeps(self, store: Store, count: int) -> bool:
         """Whether to keep this many records that other machines sent: in memory that is left over.

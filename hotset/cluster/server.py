@@ -338,6 +338,8 @@ class RecordServer:
         if len(frames) != (4 if head.operation is Operation.PUT else 1):
             raise Malformed(f"has sent {len(frames)} frames after its header")
         ids = protocol.parse_ids(head, frames[0], cache)
+        if head.clears > service.clears and not service.clear(head.clears):
+            raise _Busy
         if head.operation is not Operation.PUT:
             records = service.take(ids, buffer.memory, claim=head.operation is Operation.CLAIM)
             self.served.records += len(records.batch.ids)
@@ -346,6 +348,8 @@ class RecordServer:
         sent = protocol.parse_records(head, frames[1:], ids, cache)
         good = sent.verified()
         self.served.unsound += len(sent.batch.ids) - len(good.batch.ids)
+        if head.clears < service.clears:
+            good = WireRecords.none(len(ids), cache.stride)
         there = service.put(ids, good)
         self.served.stored += int(np.count_nonzero(there))
         # What is sound and not there had no room.

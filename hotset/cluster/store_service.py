@@ -146,10 +146,7 @@ class StoreService:
             self.end_leases(np.fromiter(self._leases, np.int64))  # a clear waits for readers
             if self.store.segment.live[Live.INVALIDATED] == DESTROYED:
                 return True  # the store is empty for good, and its leases have ended
-            cleared = self.store.clear(_CLEAR_SECONDS)
-            if cleared:  # not before: a node that dies in between has to clear once more
-                self.store.segment.live[Live.CLEARS] = max(self.clears, clears)
-            return cleared
+            return self.store.clear(_CLEAR_SECONDS, clears=clears)
 
     def put(self, ids: Longs, records: WireRecords) -> npt.NDArray[np.bool_]:
         """Store sound records that another machine has sent; returns which samples are in the store now.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,6 +52,8 @@ class CacheIdentity:
         layout: 16 bytes; of how a record is laid out.
         samples: length of the dataset.
         stride: bytes of a row.
+        clears: how often the cluster had cleared it when what is asked for was begun; no part of what they
+            agree on.
 
     Example:
         >>> one = CacheIdentity.of(bytes(16), samples=10, stride=64, schema={"kind": "tensor"})
@@ -64,6 +66,7 @@ class CacheIdentity:
     layout: bytes
     samples: int
     stride: int
+    clears: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.fingerprint) != 16 or len(self.layout) != 16:

@@ -242,7 +242,9 @@ class CachedDataset(DatasetProxy[T]):
             return
         if store.segment.live[Live.INVALIDATED] == DESTROYED:
             raise SegmentError(f"{name} cannot be cleared: its session was destroyed.")
-        if not store.clear():
+        # Heartbeats pass the number on to machines that cannot be asked now.
+        clears = int(store.segment.live[Live.CLEARS]) + 1 if current.remote is not None else None
+        if not store.clear(clears=clears):
             raise SegmentError(f"{name} cannot be cleared while other processes fill it; stop them first.")
         if current.remote is not None:
             current.remote.clear(store, name)

@@ -269,6 +269,7 @@ class SampleAccess:
         if store is None:
             return [], {}
         self._readers.add(threading.get_ident())
+        generation = store.clear_generation()
         records: list[RecordBatch] = []
         uncached: dict[int, Any] = {}
         if self.remote is not None:
@@ -285,7 +286,7 @@ class SampleAccess:
             self.warn(trouble, "concurrency")
         while store.allocator.notes:  # about caches that were freed; the process that freed them warns
             self.warn(f"{self.plan.name}: {store.allocator.notes.pop()}")
-        if got and (self.remote is None or not self.remote.pass_on(store, got)):
+        if got and (self.remote is None or not self.remote.pass_on(store, got, generation)):
             self._warn_of_shortage(store)
         return records, {**uncached, **got}
 

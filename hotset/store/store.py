@@ -493,11 +493,14 @@ class Store:
         second = self.spill.segment
         return [*problems, *check_segment(second), *check_tiers(self.segment, second)]
 
-    def clear(self, timeout: float = 5.0, *, generation: int | None = None) -> bool:
+    def clear(
+        self, timeout: float = 5.0, *, generation: int | None = None, clears: int | None = None
+    ) -> bool:
         """Forget every sample, in all processes; False if some process did not finish writing in time.
 
         It is also False once the store's session was destroyed. With a ``generation`` nothing is forgotten in
         another clear generation: another process has cleared the store since, and may have filled it again.
+        With ``clears`` it is one of a cluster, which has cleared the cache so often with this one.
         """
         pauses, live = Pauses(timeout), self.segment.live
         while True:
@@ -509,7 +512,7 @@ class Store:
                 words = self.segment.used_index
                 claimed = words[(words >= CLAIMED) & (words < PRESENT)]
                 if held and not any(self.filler.claims.is_open(word) for word in set(claimed.tolist())):
-                    self._forget_everything()
+                    self._forget_everything(clears)
                     return True
             if not pauses.pause():
                 return False
@@ -524,7 +527,7 @@ class Store:
             if held and live[Live.CLEAR_GENERATION] % 2 and not live[Live.INVALIDATED]:
                 self._forget_everything()
 
-    def _forget_everything(self) -> None:
+    def _forget_everything(self, clears: int | None = None) -> None:
         """Empty the segment; the caller holds the short lock."""
         segment, geometry = self.segment, self.segment.geometry
         segment.live[Live.CLEAR_GENERATION] |= 1
@@ -535,6 +538,8 @@ class Store:
             self.spill.clear()
         segment.slots[:, Slot.PART_KEPT : Slot.PART_PASS + 1] = 0
         segment.live[_CLEARED] = 0
+        if clears is not None:
+            segment.live[Live.CLEARS] = max(int(segment.live[Live.CLEARS]), clears)
         # If a reader does not end, the pages are written again as they are.
         if self.participant.wait_for_readers(_READERS_SECONDS):
             segment.discard(geometry.rows_at, geometry.size - geometry.rows_at)

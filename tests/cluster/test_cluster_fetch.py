@@ -112,12 +112,12 @@ class Four:
         self.reads.append(index)
         return self.text(index)
 
-    def fetch(self, me: str) -> BatchFetch:
+    def fetch(self, me: str, *, keeps: bool = False) -> BatchFetch:
         peer = self.peers[me]
         peers: Any = SessionPeers(0)
         peers.membership = Membership(me, Keys(b"", b""), self.members)
         peers.by_name = {name: other for name, other in self.peers.items() if name != me}
-        return BatchFetch(peers, peer.shelf.cache, peer.store, self._read, lambda count: False)
+        return BatchFetch(peers, peer.shelf.cache, peer.store, self._read, lambda count: keeps)
 
     def bring(self, me: str, *wanted: int) -> Fetched:
         return self.fetch(me).run(np.array(sorted(wanted)), [])
@@ -326,8 +326,31 @@ def test_only_what_has_no_room_here_is_passed_on() -> None:
         store = made.peers["a"].store
         store.fill(ids(kept), made.text)
         store.allocator.why_full = "its memory limit is reached"
-        assert neighbours(made, "a").pass_on(store, {each: made.text(each) for each in (kept, other)})
+        read, generation = {each: made.text(each) for each in (kept, other)}, store.clear_generation()
+        assert neighbours(made, "a").pass_on(store, read, generation)
         assert (made.holders(kept), made.holders(other)) == ("a", "c")
+
+
+def test_what_was_read_before_a_clear_is_not_passed_on_after_it() -> None:
+    with four() as made:
+        other, store = made.sample("ac"), made.peers["a"].store
+        read, generation = {other: made.text(other)}, store.clear_generation()
+        assert store.clear()
+        store.allocator.why_full = "its memory limit is reached"
+        assert not neighbours(made, "a").pass_on(store, read, generation)
+        assert made.holders(other) == ""
+
+
+@pytest.mark.parametrize("cleared", [False, True])
+def test_what_was_asked_for_before_a_clear_is_not_kept_after_it(cleared: bool) -> None:
+    with four() as made:
+        wanted = made.sample("bcd")
+        made.bring("c", wanted)
+        fetch = made.fetch("a", keeps=True)
+        if cleared:
+            assert made.peers["a"].store.clear()
+        assert fetch.run(np.array([wanted]), []).ids().tolist() == [wanted]
+        assert made.holders(wanted) == ("b" if cleared else "ab")
 
 
 class _Asking(machines._Trainer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -95,7 +96,7 @@ plans = st.lists(st.one_of(st.none(), st.integers(-3, 700)), max_size=8)
 
 @given(plans, st.booleans(), st.integers(0, 2**64 - 1))
 def test_what_is_written_is_read(plan: list[int | None], tailed: bool, number: int) -> None:
-    cache = TAILED if tailed else PLAIN
+    cache = dataclasses.replace(TAILED if tailed else PLAIN, clears=number % 5)
     plan = plan if tailed else [0 if size and size > 0 else size for size in plan]
     ids = np.arange(len(plan), dtype=np.int64) * 3
     sent = records(cache, ids, plan)
@@ -106,6 +107,7 @@ def test_what_is_written_is_read(plan: list[int | None], tailed: bool, number: i
     ):
         frames = [bytes(frame) for frame in frames]
         head = messages.parse_head(frames, answers=answers)
+        assert head.clears == (0 if answers else cache.clears)
         assert (head.number, head.samples, head.fingerprint) == (number, len(ids), cache.fingerprint)
         if not answers:
             assert np.array_equal(messages.parse_ids(head, frames[1], cache), ids)
@@ -207,12 +209,12 @@ def test_nor_do_messages_that_are_almost_right(data: st.DataObject, kind: str, c
     ("at", "value", "why"),
     [
         (0, b"nonsense", "not a message of hotset's"),
-        (8, b"\x01\x00", "version 1 .* version 2; install"),
+        (8, b"\x01\x00", "version 1 .* version 3; install"),
         (10, b"\x07", "the unknown operation 0x7"),
         (10, b"\x81", "the unknown operation 0x81"),
         (11, b"\x01", "the unknown status 1"),
         (12, b"\xff\xff\xff\xff", "4,294,967,295 samples"),
-        (63, b"\x01", "other than zero"),
+        (63, b"\x01", "tells of 72,057,594,037,927,936 clears"),
     ],
 )
 def test_a_head_is_refused_with_its_reason(at: int, value: bytes, why: str) -> None:

@@ -34,7 +34,8 @@ zmq = pytest.importorskip("zmq", reason="pyzmq, which carries records between ma
 from hotset.cluster import peer_stats, sockets  # noqa: E402
 from hotset.cluster import protocol as messages  # noqa: E402
 from hotset.cluster import server as serving  # noqa: E402
-from hotset.cluster.client import Connections, Peer, PendingRequest  # noqa: E402  # noqa: E402
+from hotset.cluster.batch_fetch import pack  # noqa: E402
+from hotset.cluster.client import Connections, Peer, PendingRequest  # noqa: E402
 from hotset.cluster.membership import Keys  # noqa: E402
 from hotset.cluster.protocol import Operation, Status  # noqa: E402
 from hotset.cluster.sealing import Credentials, GivenKeys, Sealing  # noqa: E402
@@ -64,6 +65,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 class Fake:
     """A shelf of rows that are their sample's number over and over, and that does as it is told."""
+
+    clears = 0
 
     def __init__(self, meanwhile: Callable[[Longs], object] = lambda wanted: None, width: int = 64) -> None:
         self.cache = CacheIdentity.of(FINGERPRINT, samples=1000, stride=16 + width, schema="fake")
@@ -206,6 +209,35 @@ def test_records_of_a_store_arrive_as_they_lie_there(make: samples.Callable[[int
             assert difference(found, make(sample)) is None
         assert peer.traffic.received == len(there)
         assert other.served.records == len(there)
+
+
+def test_nothing_from_before_a_clear_comes_from_or_to_a_machine() -> None:
+    make = samples.big_image_and_label
+    with opened(make, 40) as alike:
+        schema, before = alike.schema, cache_of(alike, FINGERPRINT)
+    after = dataclasses.replace(before, clears=3)
+
+    def body() -> RecordServer:
+        store = stack.enter_context(opened(make, 40))
+        store.fill(ids(1, 2), make)
+        return RecordServer(HERE, {FINGERPRINT: StoreService(store, FINGERPRINT)}, SERVER, {ASKER.public})
+
+    with contextlib.ExitStack() as stack, machine(body) as other, asker(other.endpoint) as peer:
+
+        def has(sample: int) -> bool:
+            return bool(fetch(peer, after, ids(sample))[0].present.all())
+
+        def bring(cache: CacheIdentity, sample: int) -> None:
+            wanted, records = pack(cache, schema, {sample: make(sample)})
+            peer.put(cache, wanted, records).wait(time.monotonic() + SOON)
+
+        assert fetch(peer, before, ids(1, 2))[0].present.all()
+        assert not has(1), "the clear has come with the request"
+        bring(before, 1)
+        assert not has(1), "it was read before the clear"
+        bring(after, 1)
+        assert has(1)
+        assert not has(2), "it was cleared once"
 
 
 @pytest.mark.parametrize("make", [samples.big_image_and_label, with_tails])
@@ -431,8 +463,8 @@ def test_another_fingerprint_and_another_layout_are_refused() -> None:
 
 def test_another_version_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     with machine(fake()) as other, asker(other.endpoint) as peer:
-        monkeypatch.setattr(messages, "VERSION", 3)
-        refuses(peer, Fake().cache, "uses version 2 of hotset's messages, and this process uses version 3")
+        monkeypatch.setattr(messages, "VERSION", 4)
+        refuses(peer, Fake().cache, "uses version 3 of hotset's messages, and this process uses version 4")
         assert other.served.requests == 0
 
 
