@@ -80,8 +80,8 @@ class DrawWatch:
     def begin(self) -> None:
         """From here on, compare with the present states."""
         if not hasattr(self, "_generators"):
-            self._generators = Generators(self._holders)
             self._near = NearAttributes(self._holders)
+            self._generators = Generators(self._holders)  # last: an interrupt may come before it
         elif self._near.have_other_types:  # a reading for use may have made a generator
             self._generators.look_again(self._holders)
             self._near.look()
