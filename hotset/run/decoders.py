@@ -425,6 +425,8 @@ TABLE = (
         _read_by_soundfile,
     ),
     Decoder("numpy", "load", ("numpy",), _numpy_load),
+    Decoder("numpy", "loadtxt", ("numpy",), _by_signature("fname", "like")),
+    Decoder("numpy", "genfromtxt", ("numpy",), _by_signature("fname", "like")),
     Decoder(
         "lerobot.datasets.video_utils",
         "decode_video_frames",

@@ -201,6 +201,25 @@ outcome(numpy.load, open(root + "c.npy", "rb"))
     assert "archive" in ours.report
 
 
+def test_numpy_reads_text(files: Path) -> None:
+    """Clouds of points come as text: ModelNet's, for one."""
+    (files / "points.txt").write_text("".join(f"{i}.5,{-i},{i * i}\n" for i in range(40)))
+    (files / "gaps.txt").write_text("1,2\n3,\n")
+    program = "import io, numpy\n" + rounds("""
+outcome(numpy.loadtxt, root + "points.txt", delimiter=",")
+outcome(numpy.loadtxt, root + "points.txt", numpy.float32, "#", ",", usecols=(0, 2), unpack=True)
+outcome(numpy.loadtxt, root + "points.txt", delimiter=",", converters={0: lambda text: float(text) + 1})
+outcome(numpy.loadtxt, io.StringIO("1 2"))
+outcome(numpy.loadtxt, root + "gaps.txt", delimiter=",")
+outcome(numpy.loadtxt, root + "missing.txt")
+outcome(numpy.genfromtxt, root + "gaps.txt", delimiter=",", filling_values=7)
+outcome(numpy.genfromtxt, root + "points.txt", delimiter=",", skip_header=3)
+""")
+    ours = compared(program, files)
+    assert calls(ours.report, "numpy.loadtxt")[1] == calls(ours.report, "numpy.genfromtxt")[1] == 4
+    assert "argument converters is a " in ours.report
+
+
 def test_nibabel(files: Path) -> None:
     nibabel = pytest.importorskip("nibabel")
     volume = np.random.default_rng(4).integers(0, 900, (9, 10, 11)).astype(np.int16)
