@@ -9,8 +9,8 @@ the cached dataset is closed                                      samples come f
 a ``key=`` names what was cached                                  the same, with a warning
 content, and running workers have the dataset as it was           nothing until they end, but no more audits
 content that they share, so that they have it as it is            no process is served any more; a warning
-content that had changed before, and its cache has not paid:      samples come from the source, with a warning
-it has served no epoch
+content, or an attribute, that had changed before, and its cache  samples come from the source, with a warning
+has not paid: samples were read, and it has served no epoch
 any other                                                         a new plan and cache, by the same arguments;
                                                                   if that fails, the same
 ================================================================  ============================================
@@ -38,6 +38,7 @@ from hotset.dataset.held_attributes import HeldAttributes
 from hotset.dataset.identity import Identity
 from hotset.dataset.pipeline import Pipeline, Source
 from hotset.dataset.sample_access import SampleAccess
+from hotset.dataset.stats import Stats
 from hotset.dataset.torch_fetcher import calling_fetcher
 from hotset.determinism.objects.safe_access import has
 
@@ -147,6 +148,8 @@ class CurrentCache:
             )
         elif change.is_content:
             self._follow_content(change)
+        elif change.advice:
+            self._follow_once(change, self.access.stats())
         else:
             self._cache_anew(change, self.access.stats().cached)
 
@@ -154,17 +157,27 @@ class CurrentCache:
         if self.workers_keep and not change.is_shared:
             self.access.leave_off_audits()
             return
-        what, stats, store = change.what, self.access.stats(), self.access.any_store
+        stats, store = self.access.stats(), self.access.any_store
         if change.is_shared and store is not None:
             store.invalidate()
         if self.workers_keep:
             self.changes.ignore_content()
             warn(self._has_changed(change))
-        elif what in self._followed and stats.hits < max(stats.cached, 1):
-            self._read_uncached(self._has_changed(change, " again before its cache has served an epoch"))
         else:
-            self._followed.add(what)
-            self._cache_anew(change, stats.cached)
+            self._follow_once(change, stats)
+
+    def _follow_once(self, change: Change, stats: Stats) -> None:
+        """Cache samples anew, unless that was in vain after the last such change; ``stats``: of the cache."""
+        is_stored = self.access.any_store is not None
+        # What is set before training begins, perhaps more than once, costs nothing.
+        is_used = change.is_content or stats.misses > 0 or not is_stored
+        if change.what in self._followed and is_used and stats.hits < max(stats.cached, 1):
+            again = self._has_changed(change, " again before its cache has served an epoch")
+            self._read_uncached(again if is_stored else None)
+            return
+        if is_used:
+            self._followed.add(change.what)
+        self._cache_anew(change, stats.cached)
 
     @staticmethod
     def _has_changed(change: Change, again: str = "") -> str:

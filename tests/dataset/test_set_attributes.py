@@ -153,6 +153,22 @@ def test_a_set_attribute_takes_effect_as_on_the_dataset(
         assert words == []
 
 
+@pytest.mark.parametrize("made_by", LOADERS)
+def test_an_attribute_that_is_set_for_each_epoch_ends_the_cache(made_by: str) -> None:
+    plain = Pictures()
+    with recorded() as told, hotset.cache(Pictures(), memory="1MiB") as cached:
+        before, loader = LOADERS[made_by](plain), LOADERS[made_by](cached)
+        cached.scale = 9
+        for epoch in range(5):
+            plain.scale = cached.scale = epoch
+            same(list(loader), list(before))
+        assert cached.stats().cached == 0
+    words = [str(w.message) for w in told]
+    assert len(words) == 2
+    assert f"Pictures.scale was set, and samples may depend on it, so {N} cached samples" in words[0]
+    assert "Pictures.scale has changed again before its cache has served an epoch" in words[1]
+
+
 class WithMethods(Pictures):
     def __init__(self) -> None:
         super().__init__(Times(2))

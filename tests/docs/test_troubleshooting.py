@@ -38,6 +38,9 @@ COMPOSED: dict[tuple[str, str], tuple[str, ...]] = {
     ("dataset/current_cache.py", "CurrentCache._follow_content"): (
         "dataset/current_cache.py:CurrentCache._has_changed",
     ),
+    ("dataset/current_cache.py", "CurrentCache._follow_once"): (
+        "dataset/current_cache.py:CurrentCache._has_changed",
+    ),
     ("dataset/current_cache.py", "CurrentCache._cache_anew"): (
         "dataset/current_cache.py:CurrentCache._has_changed",
     ),
