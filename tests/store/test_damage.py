@@ -27,6 +27,7 @@ from hotset.store.format import (
     OWN_FORM,
     RECORD_HEADER,
     ROW_MASK,
+    TAIL,
     TAIL_COUNT_MASK,
     Live,
     split_tail,
@@ -185,6 +186,22 @@ def test_words_in_memory_that_name_nothing_are_damage(
                 equal_batches(read(), expected)
         assert cached.stats().cached == N
         assert cached.check() == []
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_a_form_in_memory_that_cannot_be_read_costs_no_sample(single: bool) -> None:
+    """As one that names a class which this process cannot import."""
+    expected = [optional(i) for i in range(N)]
+    with hotset.cache(Samples(optional, N), memory=MIB) as cached:
+        cached.fill()
+        store = store_of(cached)
+        word = int(store.segment.index[10])
+        assert word & OWN_FORM
+        body = RECORD_HEADER + TAIL.size
+        store.rows[word & ROW_MASK][body : body + 16] = 255
+        with pytest.warns(HotsetWarning, match="Such samples are read from the source"):
+            found = [cached[i] for i in range(N)] if single else cached.__getitems__(list(range(N)))
+        equal_batches(found, expected)
 
 
 @pytest.fixture
