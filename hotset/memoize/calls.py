@@ -302,7 +302,7 @@ class Calls:
         patience = _NESTED_SECONDS if nested else max(_PATIENCE_SECONDS, 5 * self._mean_seconds_here(state))
         pauses, failed = Pauses(patience), 0
         while True:
-            if store.is_never_kept(sample):
+            if store.is_never_kept(sample) or store.keys.is_forgotten(sample):
                 return False, MISSING
             owner = state.share.computing.setdefault(sample, thread)
             if owner == thread:
@@ -366,13 +366,17 @@ class Calls:
             self._given_up()
             return False
         try:
-            if state.store.put(sample, version, state.number, value):
-                if not state.store.keys.flags(state.number) & WRONG:
-                    return True
-                # An audit has found that while this was computed, and has forgotten what was there before.
-                state.store.forget(state.number, np.array([sample]))
-            else:
+            # It may have been found wrong since this call looked; what is claimed then is forgotten below.
+            if state.store.keys.flags(state.number) & WRONG:
+                state.counters[Counter.NOT_KEPT] += 1
+                return False
+            if not state.store.put(sample, version, state.number, value):
                 self._tell_full(state)
+            elif not state.store.keys.is_forgotten(sample):
+                return True
+            else:
+                # It was computed while the function was cleared, or found wrong: nobody finds it.
+                state.store.forget(state.number, np.array([sample]))
         except SchemaMismatch as mismatch:
             state.store.never_keep(sample)
             self._tell(

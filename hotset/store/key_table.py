@@ -216,6 +216,11 @@ class KeyTable:
         rows = self.rows()
         rows[samples, 0] = rows[samples, 1] = rows[samples, _OF] = _NOBODYS
 
+    def is_forgotten(self, sample: int) -> bool:
+        """Whether a sample has a key that no function has."""
+        place = sample * KEY_WORDS
+        return bool(self._keys[place] == self._keys[place + 1] == _NOBODYS)
+
     def used(self, samples: Ids) -> Words:
         """When each of these samples was last used, in milliseconds of the monotonic clock."""
         return self._column(samples, _USED)
@@ -334,11 +339,12 @@ def _level(count: int) -> int:
 def _fill_level(
     words: np.ndarray[tuple[int], np.dtype[np.uint32]], lows: np.ndarray[tuple[int], np.dtype[np.uint64]]
 ) -> None:
-    """Enter all keys into a level, given the low halves of the keys."""
+    """Enter all keys that functions have into a level, given the low halves of the keys."""
     words[:] = 0
     mask = len(words) - 1
-    samples = np.arange(len(lows), dtype=np.int64)
-    at = (lows & np.uint64(mask)).astype(np.int64)
+    # Those that nobody looks for are all the same, and would take a round each.
+    samples = np.flatnonzero(lows != np.uint64(_NOBODYS))
+    at = (lows[samples] & np.uint64(mask)).astype(np.int64)
     while len(samples):
         # In each round, one of the keys that want a free word gets it; the others go on to the next word.
         first = np.zeros(len(samples), bool)

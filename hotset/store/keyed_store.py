@@ -390,17 +390,21 @@ class KeyedStore(Store):
     def forget(self, function: int, samples: Ids | None = None) -> int:
         """Forget all values of a function, or those of these samples; returns how many.
 
-        Memory of which callers may have views is never used again.
+        A value that is being computed is forgotten, too: nobody finds its sample by its key any more. Memory
+        of which callers may have views is never used again.
         """
         with self.participant.short_lock():
             if samples is None:
                 samples = np.arange(len(self.keys))
             samples = samples[self.keys.functions_of(samples) == function]
             words = self.segment.index[samples]
-            samples = samples[(words >= PRESENT) | ((words >= DRAWS) & (words < fmt.CLAIMED))]
+            samples, words = samples[words >= DRAWS], words[words >= DRAWS]
             if self.keys.flags(function) & VIEWED:
                 self.keys.forget(samples)
                 return len(samples)
+            claimed = (words >= fmt.CLAIMED) & (words < PRESENT)
+            self.keys.forget(samples[claimed])
+            samples = samples[~claimed]
             if self.spill is not None:
                 for sample in samples[self.segment.index[samples] & ON_DISK != 0].tolist():
                     self.spill.forget(sample)

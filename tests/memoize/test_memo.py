@@ -658,9 +658,10 @@ def test_views_of_wrong_values_stay_as_they_are(monkeypatch: pytest.MonkeyPatch)
         TABLE[1] = 20
 
         def until_it_is_noticed() -> None:
-            for number in range(2, 200):
-                kept(number)
-                time.sleep(1e-3)
+            for number in range(2, 300):
+                if kept.stats().calls:
+                    kept(number)
+                    time.sleep(1e-2)
 
         with pytest.warns(hotset.HotsetWarning, match="reaches an object that changes"):
             until_it_is_noticed()
@@ -780,6 +781,38 @@ def test_clear_forgets_the_results_of_this_function_alone(log: ReadLog) -> None:
         assert (one.stats().entries, other.stats().entries) == (0, 1)
         one(1), other(1)
         assert log.total() == 3
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_what_was_being_computed_as_the_function_was_cleared_is_not_served_later(copies: bool) -> None:
+    world = [0]
+    begun, cleared, waits = (os.pipe() for _ in range(3))
+
+    def read(number: int) -> Any:
+        found = np.full(300, number + world[0])
+        if world[0] == 0:
+            os.write(begun[1], b"x")
+            os.read(cleared[0], 1)
+        return found
+
+    def wait_for_the_other() -> None:
+        world[0] = 5
+        os.write(waits[1], b"x")
+        os._exit(int(kept(1)[0] != 6))
+
+    with memo(read, key="read", copy=copies) as kept:
+        first = child(lambda: kept(1))
+        os.read(begun[0], 1)
+        waiting = child(wait_for_the_other)
+        os.read(waits[0], 1)
+        kept.clear()
+        world[0] = 5
+        assert kept(1)[0] == 6, "it does not wait for a result from before"
+        os.write(cleared[1], b"x")
+        for pid in first, waiting:
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert kept(1)[0] == 6
+        assert (kept.stats().entries, kept.stats().bytes) == (1, 256 * 10)
 
 
 def test_functions_share_one_budget_and_the_largest_counts() -> None:
