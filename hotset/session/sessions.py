@@ -105,10 +105,12 @@ def create(
         number = _draw(set(there.values()))
         session = Session(number, name or str(number), memory, spill, persist, ttl, time.time(), server)
         try:
-            write_down(folder, session)
+            # First: a job that finds the session looks only then what bounds it.
             server_quota.enter(folder, server, number)
+            write_down(folder, session)
         except OSError as error:
             forget(session)
+            server_quota.leave(server, number)
             if isinstance(error, HotsetError):
                 raise
             where, why = path_of(folder), error.strerror or error

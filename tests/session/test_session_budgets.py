@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import random
@@ -238,6 +239,48 @@ def test_a_servers_budget_bounds_its_sessions_together(disk: str) -> None:
     sessions.destroy(found[1])
     servers.drop(PORT)
     assert servers.limit(PORT) is None
+
+
+def test_a_job_that_finds_a_session_as_it_is_made_is_bounded_by_its_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    servers.set_limit(PORT, 1000)
+    write_down = sessions.write_down
+
+    def write_down_and_use(folder: int, session: Any) -> None:
+        write_down(folder, session)
+        with open_quota(session) as book:
+            took.append(book.take(book.enter(1), 900))
+            took.append(book.take(book.enter(1), 1001))
+
+    took: list[bool] = []
+    monkeypatch.setattr(sessions, "write_down", write_down_and_use)
+    sessions.create(memory=MIB, server=PORT)
+    assert took == [True, False]
+
+
+def test_a_session_that_its_server_has_no_place_for_is_not_made(runtime: Path) -> None:
+    servers.set_limit(PORT, 1000)
+    with contextlib.closing(quota(runtime, f"server-{PORT}.ledger")) as book:
+        for member in range(1, 511):
+            book.enter(member)
+        with pytest.raises(SessionError, match="510"):
+            sessions.create("a", memory=MIB, server=PORT)
+        assert sessions.sessions() == []
+
+
+def test_a_session_that_cannot_be_made_takes_no_place_of_its_server(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    servers.set_limit(PORT, 1000)
+    monkeypatch.setattr(sessions, "write_down", refuse)
+    with pytest.raises(SessionError, match="No space left"):
+        sessions.create("a", memory=MIB, server=PORT)
+    with contextlib.closing(quota(runtime, f"server-{PORT}.ledger")) as book:
+        assert book.members() == {}
 
 
 def test_a_session_without_an_amount_takes_its_servers() -> None:
