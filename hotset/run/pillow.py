@@ -36,7 +36,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from hotset.run.decoders import LeftAlone, absolute, check_age
+from hotset.run.call_identity import LeftAlone, opened_file
 from hotset.run.import_hook import Hook
 from hotset.run.kept import Kept, NotKept
 from hotset.run.ledger import left_alone
@@ -192,19 +192,10 @@ def _file_of(image: Any) -> tuple[str, tuple[int, ...]]:
     file = image.fp
     if type(file) is not io.BufferedReader or type(file.raw) is not io.FileIO:
         raise LeftAlone("the picture is not read from a file, but from bytes or an object")
-    path = file.name
-    if not isinstance(path, str):
+    if not isinstance(file.name, str):
         raise LeftAlone("the file was opened without a path")
-    status = os.fstat(file.fileno())
-    check_age(status)
-    here = _status(status)
-    try:
-        there = _status(os.stat(path))
-    except OSError:
-        raise LeftAlone("the file is gone since it was opened") from None
-    if here != there:
-        raise LeftAlone("the file has changed since it was opened")
-    return absolute(path), here
+    opened = opened_file(file.name, file.fileno())
+    return opened.path, _status(opened.status)
 
 
 def _status(status: os.stat_result) -> tuple[int, ...]:
