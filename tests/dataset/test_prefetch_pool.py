@@ -429,6 +429,56 @@ def test_close_leaves_no_process_and_no_descriptor(tmp_path: Path) -> None:
         assert store.holds(), "the claims of the killed are void"
 
 
+def test_a_worker_whose_start_was_interrupted_does_not_outlive_the_pool() -> None:
+    read, begun = os.pipe()
+    fork: Any = multiprocessing.get_context("fork")
+
+    class Interrupted(fork.Process):  # type: ignore[misc]
+        def start(self) -> None:
+            super().start()
+            os.read(read, 1)
+            raise KeyboardInterrupt
+
+    class Context:
+        Process = Interrupted
+
+    def say(index: int) -> Any:
+        os.write(begun, b"x")
+        return image_and_label(index)
+
+    with opened(image_and_label, N) as store, filling(store, say, context=Context()) as pool:
+        with pytest.raises(KeyboardInterrupt):
+            pool.request(ids(range(N)))
+        assert len(pids()) == 1
+        pool.close()
+        assert eventually(lambda: not multiprocessing.active_children())
+        Context.Process = fork.Process
+        pool.request(ids(range(N)))
+        assert settled(pool)
+        assert store.holds()
+
+
+def test_an_interrupted_close_is_finished_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with opened(image_and_label, N) as store, filling(store, image_and_label, 3) as pool:
+        for finish in pool.close, lambda: pool.request(ids(range(N))):
+            pool.request(ids(range(N)))
+            assert settled(pool)
+            with monkeypatch.context() as patched:
+                patched.setattr(multiprocessing.process.BaseProcess, "kill", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    pool.close()
+            store.clear()
+            finish()
+        assert settled(pool)
+        assert store.holds()
+        assert len(multiprocessing.active_children()) == 3
+        pool.close()
+        assert multiprocessing.active_children() == []
+
+
 def test_a_pool_that_is_garbage_collected_is_closed() -> None:
     with opened(image_and_label, 9) as store:
         pool = PrefetchPool(store, image_and_label, processes=1)

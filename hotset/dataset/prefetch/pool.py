@@ -20,6 +20,7 @@ a worker fails before it begins     it would fail each time: nothing is prefetch
 the main process dies, however      the kernel kills the workers, even while they block in a read
 the main process is forked          the child's copy is as if no request had been made
 ``close()``, garbage, the end       the workers are killed, whatever they do
+a worker's start is interrupted     the queue is closed: a worker that is not known here ends by itself
 ==================================  ========================================================================
 """
 
@@ -98,6 +99,8 @@ class PrefetchPool:
         Raises:
             IndexError: the store has no such sample.
         """
+        if self._queue is not None and self._queue.is_closed:
+            self.close()  # the last call was interrupted
         self._reap_dead()
         if self._failed:
             return
@@ -113,6 +116,9 @@ class PrefetchPool:
             if getattr(multiprocessing.current_process(), "_inheriting", False):
                 raise
             why = f"No prefetch worker can be started: {type(error).__name__}: {error}. {self._advice(error)}"
+        except BaseException:
+            self.close()  # of a worker that was just being started nothing is known here
+            raise
         else:
             return
         self._give_up(why)
@@ -138,11 +144,12 @@ class PrefetchPool:
 
     def close(self) -> None:
         """Kill the workers, and return once they are gone. May be called again, and in a forked child."""
-        workers, self._workers = self._workers, {}
-        for worker in workers.values():
+        if self._queue is not None:
+            self._queue.close()
+        for worker in self._workers.values():
             worker.kill()
-        for worker in workers.values():
-            _reap(worker)
+        while self._workers:
+            _reap(self._workers.popitem()[1])
         self._forget()
 
     def __del__(self, suppress: type[contextlib.suppress] = contextlib.suppress) -> None:

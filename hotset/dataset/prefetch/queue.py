@@ -14,7 +14,8 @@ main process overwrites the list at any time, and a worker that finds another nu
 reads it again. What a worker reports stays there until the main process reads it; checking costs a look at
 one word.
 
-A process that attaches to the queue dies with the main process (:mod:`hotset.dataset.parent_death`).
+A process that attaches to the queue dies with the main process (:mod:`hotset.dataset.parent_death`), and ends
+when the main process closes the queue.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ __all__ = ["PrefetchQueue", "QueueAddress"]
 
 # Words, and words in a row.
 _NUMBER, _LENGTH, _ROWS = 0, 1, 8
+_CLOSED = -1  # in place of a list's number
 _DONE, _REPORTED, _RAISED, _ROW = 0, 1, 2, 8
 # Bytes.
 _ERRORS_AT, _ERROR_AREA = 1 << 24, 1 << 17
@@ -66,6 +68,7 @@ class PrefetchQueue:
     def __init__(self, fd: int, parent_dead: int | None, processes: int) -> None:
         self._fd, self._file = fd, locks.file_of(fd)
         self._parent_dead = parent_dead
+        self._process = os.getpid()
         self._processes = processes
         words: Words = np.frombuffer(mmap.mmap(fd, 8 * (_ROWS + processes * _ROW)), np.int64)
         rows = words[_ROWS:].reshape(processes, _ROW)
@@ -109,8 +112,13 @@ class PrefetchQueue:
 
     @property
     def number(self) -> int:
-        """The newest list's number: even; odd while it is being written; 0 if there is none."""
+        """The newest list's number: even, but odd while it is written, and at the end; 0 if there is none."""
         return int(self._words[_NUMBER])
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the main process has closed it."""
+        return self.number == _CLOSED
 
     def post(self, ids: Ids) -> None:
         """Replace the list, in the main process.
@@ -177,13 +185,18 @@ class PrefetchQueue:
     # ---- life ----------------------------------------------------------------------------------------
 
     def pause(self, seconds: float) -> None:
-        """Wait, in a worker; ends the process if the main process has ended."""
+        """Wait, in a worker; ends the process if the main process has ended, or has closed the queue."""
         assert self._parent_dead is not None
-        if select.select([self._parent_dead], [], [], seconds)[0]:
+        if self.is_closed or select.select([self._parent_dead], [], [], seconds)[0]:
             os._exit(0)
 
     def close(self) -> None:
-        """Close the memory, in the main process. The mapping is freed with its last view."""
+        """Close the memory, in the main process, and in a child that was forked from it.
+
+        The mapping is freed with its last view.
+        """
+        if self._process == os.getpid():
+            self._words[_NUMBER] = _CLOSED
         locks.close_own(self._fd, self._file)
 
     def _read(self, offset: int, count: int) -> Words:
