@@ -23,9 +23,19 @@ def load(place: str) -> Any:
     """Import what ``module:object`` or ``file.py:object`` names; call it if it needs no arguments.
 
     Raises:
-        ArgumentError: there is no such module or object.
-        Exception: what the module raises when it is imported, or the function when it is called.
+        ArgumentError: there is no such module or object, or a file that these need.
+        Exception: what else the module raises when it is imported, or the function when it is called.
     """
+    try:
+        return _loaded(place)
+    except OSError as error:
+        raise ArgumentError(
+            f"{place!r} must be made without an error, got {type(error).__name__}: {error}; mend the path, or "
+            "run the command in the folder that it belongs to."
+        ) from error
+
+
+def _loaded(place: str) -> Any:
     module, colon, path = place.partition(":")
     if not colon or not module or not path:
         raise ArgumentError(f"the object must be module:object or file.py:object, got {place!r}.")

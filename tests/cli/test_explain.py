@@ -82,6 +82,10 @@ chain = [torch.nn.ReLU(), halve, torch.nn.Dropout()]
 
 def make_chain():
     return chain
+
+
+def of_a_file():
+    return Data(float(open("no_such_file").read()))
 """
 
 
@@ -186,6 +190,7 @@ def test_windows_and_cuts() -> None:
         ("explained_here:absent", "has no 'absent'"),
         ("no_module_here:plain", "there is no module"),
         ("no_file_here.py:plain", "there is no file"),
+        ("explained_here:of_a_file", "No such file or directory: 'no_such_file'"),
         ("explained_here:Scaled", "missing a required argument: 'factor'"),
     ],
 )
