@@ -122,7 +122,9 @@ def mapping(index: int) -> dict[str, Any]:
 
 
 def ordered_mapping(index: int) -> OrderedDict[str, Any]:
-    return OrderedDict(second=torch.tensor(index), first=[float(index), np.float32(index / 3)])
+    """One key is a tuple, as monodepth2 has them for a frame at a scale."""
+    parts = {"second": torch.tensor(index), ("first", -1): [float(index), np.float32(index / 3)]}
+    return OrderedDict(parts)
 
 
 def named(index: int) -> Pair:
@@ -141,6 +143,7 @@ def nested(index: int) -> Any:
         "ordered": OrderedDict(b=1, a=[image + 5]),
         "empty": [{}, [], ()],
         7: index,
+        ("color", 0, (-1,)): image + 6,
     }
 
 

@@ -30,8 +30,8 @@ def load(place: str) -> Any:
         return _loaded(place)
     except OSError as error:
         raise ArgumentError(
-            f"{place!r} must be made without an error, got {type(error).__name__}: {error}; mend the path, or "
-            "run the command in the folder that it belongs to."
+            f"{place!r} must be made without an error, got {type(error).__name__}: {error}; mend the path, "
+            "or run the command in the folder that it belongs to."
         ) from error
 
 

@@ -462,9 +462,9 @@ class _Inference:
                 f"of {_full_name(value)}; {_way(holder.value)}"
             )
         kind, keys, values = parts
-        if any(type(key) not in _KEY_TYPES and not isinstance(key, enum.Enum) for key in keys):
-            raise SchemaMismatch(f"{place}: a dict with keys that are neither text nor numbers")
-        if any(key != key for key in keys):
+        if not all(map(_is_key, keys)):
+            raise SchemaMismatch(f"{place}: a dict with keys that are not text, numbers, or tuples of these")
+        if any(map(_is_nan, keys)):
             raise SchemaMismatch(f"{place}: a dict with NaN as a key, which is equal to no other")
         if where.count("[") > _DEEPEST:
             raise SchemaMismatch("a sample that is nested too deeply, or contains itself")
@@ -540,7 +540,7 @@ def _parts(group: Group, value: object, where: str) -> list[Any]:
     if parts is None or parts[0] != group.kind or (group.type is not None and type(value) is not group.type):
         raise SchemaMismatch(f"{where or 'the sample'}: {type(value).__name__} instead of {group.kind}")
     # Keys may be equal and yet not the same: True, 1 and 1.0 are, and 0.0 and -0.0.
-    same_keys = parts[1] == group.keys and list(map(_exactly, parts[1])) == list(map(_exactly, group.keys))
+    same_keys = list(map(_exactly, parts[1])) == list(map(_exactly, group.keys)) and parts[1] == group.keys
     if not same_keys or len(parts[2]) != len(group.children):
         raise SchemaMismatch(
             f"{where or 'the sample'}: other keys or another length than in the first samples"
@@ -549,7 +549,19 @@ def _parts(group: Group, value: object, where: str) -> list[Any]:
 
 
 def _exactly(key: Any) -> Any:
+    if type(key) is tuple:
+        return tuple(map(_exactly, key))
     return str(key) if type(key) is float else type(key)
+
+
+def _is_key(key: Any) -> bool:
+    if type(key) is tuple:
+        return all(map(_is_key, key))
+    return type(key) in _KEY_TYPES or isinstance(key, enum.Enum)
+
+
+def _is_nan(key: Any) -> bool:
+    return any(map(_is_nan, key)) if type(key) is tuple else key != key
 
 
 def _columns(group: Group, values: Sequence[Any], where: str) -> Iterable[Sequence[Any]]:
@@ -627,13 +639,17 @@ def to_json(node: Node) -> dict[str, Any]:
 
 
 def _key_to_json(key: Any) -> Any:
+    if type(key) is tuple:
+        return list(map(_key_to_json, key))
     return {"enum": name_of_type(type(key)), "member": key.name} if isinstance(key, enum.Enum) else key
 
 
 def _key_from_json(described: Any) -> Any:
+    if isinstance(described, list):
+        return tuple(map(_key_from_json, described))
     if isinstance(described, dict):
         return _import(described["enum"], "enum")[described["member"]]  # type: ignore[index]
-    _require(type(described) in _KEY_TYPES, "a key must be a str, int, float, bool, None or enum member")
+    _require(type(described) in _KEY_TYPES, "a key must be text, a number or a tuple of them")
     return described
 
 
