@@ -97,6 +97,7 @@ class WorkerReport(NamedTuple):
     """What a worker reports with a batch.
 
     Attributes:
+        task: the number of the task that it answers.
         worker: the worker's number.
         needed: how many bytes the whole batch takes in a block.
         samples: how many samples the batch has.
@@ -105,6 +106,7 @@ class WorkerReport(NamedTuple):
         states: of the worker's generators after the batch, if it has a live part.
     """
 
+    task: int
     worker: int
     needed: int
     samples: int

@@ -71,6 +71,7 @@ class Task(NamedTuple):
     """A worker's task: make a batch in a block.
 
     Attributes:
+        number: of the task, which its message repeats; none is given twice by a loader's sampler.
         indices: of the batch; with ``batch_size=None``, an index of any kind that the dataset takes.
         idle: whether the task has no batch, and only takes the worker's turn.
         pool, block_bytes, block: the block for the batch; None, 0 and :data:`NO_BLOCK` without one.
@@ -78,6 +79,7 @@ class Task(NamedTuple):
         ahead: what comes later; None if that is not known.
     """
 
+    number: int
     indices: Any
     idle: bool
     pool: Address | None
@@ -148,7 +150,10 @@ class TaskSampler:
         self._workers = workers
         self._buffers = buffers
         self._prefetch = prefetch
-        self._out: dict[tuple[int, int], BlockPool] = {}
+        self._numbers = itertools.count()
+        # By the task's number: a block that no tensor lies in is free, and another task's, before its message
+        # has been handed on.
+        self._out: dict[int, tuple[BlockPool, int]] = {}
         self._idle = 0
         self._states: dict[int, Any] = {}
 
@@ -167,6 +172,8 @@ class TaskSampler:
         return self._tasks(iter(self._batches) if whole is None else whole)
 
     def _tasks(self, batches: Iterator[Any]) -> Iterator[Task]:
+        # When torch asks for a pass's first task, it has dropped the messages of one that was broken off.
+        self._out.clear()
         # The workers take turns, so the number of each first task is the number of its worker.
         for turn, indices in enumerate(itertools.chain(itertools.repeat((), self._idle), batches)):
             taken = self._buffers.take()
@@ -176,28 +183,27 @@ class TaskSampler:
             ahead = None
             if self._workers and isinstance(batches, WholeEpoch) and not idle:
                 ahead = batches_ahead(batches, turn - self._idle, self._workers)
-            yield Task(indices, idle, *self._place(taken), self._states.get(turn), ahead)
+            task = next(self._numbers)
+            yield Task(task, indices, idle, *self._place(task, taken), self._states.get(turn), ahead)
 
-    def _place(self, taken: tuple[BlockPool, int] | None) -> tuple[Address | None, int, int]:
+    def _place(self, task: int, taken: tuple[BlockPool, int] | None) -> tuple[Address | None, int, int]:
         """What a task says of its block, which a worker has from now on."""
         if taken is None:
             return None, 0, NO_BLOCK
-        pool, number = taken
-        address = pool.address
-        self._out[address.inode, number] = pool
-        return address, pool.block_bytes, number
+        self._out[task] = pool, block = taken
+        return pool.address, pool.block_bytes, block
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def answered(self, message: BatchMessage) -> None:
         """A message has arrived: from now on the message recycles its block."""
-        self._out.pop((message.pool, message.block), None)
+        self._out.pop(message.report.task, None)
 
     def recall(self) -> None:
         """Take back the blocks of tasks that no worker will answer."""
-        for (_, number), pool in self._out.items():
-            pool.give_back(number)
+        for pool, block in self._out.values():
+            pool.give_back(block)
         self._out.clear()
 
 
@@ -265,7 +271,9 @@ class _InWorker:
         self._told.clear()
         self._draws |= any(each.draws for each in self.route.currents)
         states = pack(self._drawn_from().states()) if self._draws else None
-        report = WorkerReport(self._worker, buffer.needed, samples_in(task.indices), told, states)
+        report = WorkerReport(
+            task.number, self._worker, buffer.needed, samples_in(task.indices), told, states
+        )
         pool = task.pool.inode if task.pool is not None else 0
         return BatchMessage(pool, task.block, batch, report)
 

@@ -11,6 +11,7 @@ import inspect
 import itertools
 import resource
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -276,6 +277,21 @@ def test_order_may_be_given_up_but_no_batch_lost(live: bool) -> None:
 
 def _plus_one(sample: int) -> int:
     return sample + 1
+
+
+@hotset.nondeterministic
+def _slowly_enlarged(sample: int) -> torch.Tensor:
+    time.sleep(0.005)
+    return torch.full((400_000,), float(sample))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_batches_may_be_larger_than_foreseen_while_training_waits_for_them(persistent: bool) -> None:
+    with hotset.cache(Samples(number, 60), transform=[_slowly_enlarged]) as cached:
+        loader = hotset.DataLoader(cached, batch_size=4, num_workers=2, persistent_workers=persistent)
+        for count in (15, 2, 15):
+            ends = torch.cat(list(itertools.islice(loader, count)))[:, ::99_999]
+            assert ends.tolist() == [[number(i)] * 5 for i in range(4 * count)]
 
 
 def _worker_reports(folder: Path, loader: DataLoader[Any]) -> list[str]:
