@@ -252,14 +252,17 @@ class Claims:
         ids: Ids,
         most: int,
         *,
-        alone: Callable[[], bool] = lambda: False,
+        threads: dict[int, int] | None = None,
         generation: int | None = None,
     ) -> Ids:
         """Claim up to ``most`` of those samples that are absent, or claimed by the dead; return which.
 
-        While ``alone`` says that no other thread of this process claims, a claim that this process holds is a
-        forgotten one, and void as well. With a ``generation`` nothing is claimed in another clear generation:
-        not even for a moment, in which a process to which the sample belongs would be refused.
+        Args:
+            threads: for each sample that threads of this process have claimed, by which of them: the word
+                does not say. What is claimed is entered before it is. A claim of this process that is not in
+                there as another thread's is a forgotten one, and void as well.
+            generation: nothing is claimed in another clear generation: not even for a moment, in which a
+                process to which the sample belongs would be refused.
 
         Returns an empty array also if every slot is held, or the short lock cannot be had.
         """
@@ -274,7 +277,9 @@ class Claims:
                 return ids[:0]
             if generation not in (None, int(segment.live[Live.CLEAR_GENERATION])):
                 return ids[:0]
-            taken = self._free(ids, most, void=mine if alone() else None)
+            taken = self._free(ids, most, threads)
+            if threads is not None:
+                threads.update(dict.fromkeys(taken.tolist(), threading.get_ident()))
             self._index.put(taken, mine)
         return taken
 
@@ -310,19 +315,22 @@ class Claims:
                 free = self._free(ids, len(ids))
                 self._index.put(free, words(free))
 
-    def _free(self, ids: Ids, most: int, void: int | None = None) -> Ids:
-        """Up to ``most`` of those samples that are absent, claimed by the dead, or by this word."""
+    def _free(self, ids: Ids, most: int, threads: dict[int, int] | None = None) -> Ids:
+        """Up to ``most`` of those samples that are absent, claimed by the dead, or forgotten: see `take`."""
         ids = self._index.admit(ids)
         words = self._index.words(ids)
         free = _are_absent(words)
-        if int(free.sum()) < most:
+        claimed = words[(words >= CLAIMED) & (words < PRESENT)]
+        if len(claimed) and int(free.sum()) < most:
             # One test of the lock for each claimant: all its claims have the same word.
-            claimed = words[(words >= CLAIMED) & (words < PRESENT)]
-            dead = [word for word in set(claimed.tolist()) if word == void or not self.is_open(word)]
-            if dead:
-                # Between the words and the test, a claimant may have published and left.
-                words = self._index.words(ids)
-                free = _are_absent(words) | np.isin(words, dead)
+            dead = [word for word in set(claimed.tolist()) if not self.is_open(word)]
+            forgotten = np.zeros(len(ids), bool)
+            if threads is not None:
+                here = threading.get_ident()
+                forgotten[:] = [threads.get(sample, here) == here for sample in ids.tolist()]
+            # Between the words and these tests, a claimant may have published and left.
+            words = self._index.words(ids)
+            free = _are_absent(words) | np.isin(words, dead) | (forgotten & (words == self.word))
         return ids[free][:most]
 
     def take_one(self, sample: int, *, overwrite: bool) -> int | None:

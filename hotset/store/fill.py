@@ -27,7 +27,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Container, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -131,7 +131,8 @@ class Filler:
         self._spill = spill
         self._schema = schema
         self._records = Records(participant.segment, schema)
-        self._threads: set[int] = set()  # that are filling: a claim's word does not name the thread
+        # For each sample that is being filled here, by which thread: a claim's word does not name it.
+        self._claimed: dict[int, int] = {}
         self._at_once = 1
         self._seconds = 0.0  # mean time that a sample took this process to read, 0 until known
         self._bytes = schema.stride  # of the largest record of the last chunk
@@ -140,18 +141,29 @@ class Filler:
 
     def fill(self, ids: Ids, read: Read, keep: bool) -> dict[int, Any]:
         """See :meth:`hotset.store.store.Store.fill`."""
-        thread = threading.get_ident()
         self._at_once = getattr(read, "at_once", 1)
+        before = self._own()  # by a fill that this one is within
         try:
-            self._threads.add(thread)
             return self._fill(ids, read, keep)
-        except BaseException:
-            # An interrupt may come between a claim and the block that releases it.
-            if self._threads == {thread}:
-                self.claims.release(ids)
-            raise
         finally:
-            self._threads.discard(thread)
+            # An interrupt may come between a claim and the block that releases it.
+            self._release(self._own() - before)
+
+    def _own(self) -> set[int]:
+        """The samples that this thread has claimed."""
+        thread = threading.get_ident()
+        # By a copy, as other threads enter theirs.
+        return {sample for sample, owner in list(self._claimed.items()) if owner == thread}
+
+    def _release(
+        self, claimed: Collection[int], stored: Container[int] = (), tried: Sequence[int] = ()
+    ) -> None:
+        """Release these claims, but for those of samples that were stored; see :meth:`Claims.release`."""
+        # Only what was not published: the place of what was may be claimed anew, by the same word.
+        rest = np.array([sample for sample in claimed if sample not in stored], np.int64)
+        self.claims.release(rest, tried=tried)
+        for sample in claimed:
+            self._claimed.pop(sample, None)
 
     def _fill(self, ids: Ids, read: Read, keep: bool) -> dict[int, Any]:
         missing = _unique(ids[self._index.missing(ids)])
@@ -177,7 +189,9 @@ class Filler:
         uncached: dict[int, Any] = {}
         while len(missing):
             absent = missing[self._index.words(missing) < fmt.CLAIMED]
-            taken = missing[:0] if self.is_full else self._claim(missing)
+            taken = missing[:0]
+            if not self.is_full:
+                taken = self.claims.take(missing, self._chunk, threads=self._claimed)
             if not len(taken):
                 # Other processes may have published some of them meanwhile.
                 missing = missing[self._index.missing(missing)]
@@ -191,18 +205,6 @@ class Filler:
             missing = _without(missing, taken)
         return uncached
 
-    def _claim(self, missing: Ids) -> Ids:
-        """Claim a chunk.
-
-        If no other thread of this process is filling, a claim that this process holds already is void: an
-        interrupt has kept it from being released.
-        """
-        return self.claims.take(missing, self._chunk, alone=self._is_alone)
-
-    def _is_alone(self) -> bool:
-        """Whether no other thread of this process is filling; asked under the lock that they claim under."""
-        return self._threads <= {threading.get_ident()}
-
     def insert(self, samples: dict[int, Any], generation: int | None) -> bool:
         """See :meth:`hotset.store.store.Store.insert`."""
         ids = np.fromiter(samples, np.int64)
@@ -210,16 +212,16 @@ class Filler:
         if not len(ids) or self.is_full:
             return False
         stored: set[int] = set()
+        before = self._own()
         try:
-            self._threads.add(threading.get_ident())
-            mine = self.claims.own(ids)
-            taken = np.concatenate([mine, self.claims.take(ids, len(ids), generation=generation)])
+            # What this process has claimed and no thread fills, another machine has asked for, and sends now:
+            # such a claim counts as forgotten.
+            taken = self.claims.take(ids, len(ids), threads=self._claimed, generation=generation)
             if generation not in (None, int(self._participant.segment.live[Live.CLEAR_GENERATION])):
                 return False  # and what was claimed stays of this generation: a clear waits for claims
             self._store({sample: samples[sample] for sample in taken.tolist()}, stored)
         finally:
-            self.claims.release(_without(ids, np.fromiter(stored, np.int64)))
-            self._threads.discard(threading.get_ident())
+            self._release(self._own() - before, stored)
         return bool(self._index.missing(_without(ids, taken)).any())
 
     def spill(self, sample: int, prepared: forms.Flattened) -> bool:
@@ -274,9 +276,7 @@ class Filler:
             self._store(values, stored)
         finally:
             uncached.update(values if keep else {s: v for s, v in values.items() if s not in stored})
-            # Only what was not published: the place of what was may be claimed anew, by the same word.
-            rest = _without(taken, np.fromiter(stored, np.int64))
-            self.claims.release(rest, tried=list(values))
+            self._release(taken.tolist(), stored, tried=list(values))
 
     def read(self, sample: int, read: Read) -> Any:
         """Read a sample for one use, without storing it; random draws are the caller's own."""

@@ -27,6 +27,8 @@ from hotset.store import fill, locks
 from hotset.store.claims import Claims, Ids, Participant
 from hotset.store.format import CLAIMED, PRESENT, SLOT_SHIFT, SLOTS, Geometry, Live, Slot
 from hotset.store.segment import Segment
+from hotset.store.store import Store
+from hotset.store.torch_threads import HelperThread
 
 N = 64
 
@@ -129,6 +131,21 @@ def test_what_a_claimant_publishes_as_it_leaves_is_not_claimed(
         assert take(claims, ids(3, 4)) == [4]
     assert int(segment.index[3]) == PRESENT | 3
     assert claims.own(ids(3, 4)).tolist() == [4]
+
+
+def test_what_another_thread_publishes_as_it_is_looked_at_is_not_claimed(
+    segment: Segment, claims: Claims
+) -> None:
+    class Published(dict[int, int]):
+        def get(self, number: int, default: Any = None) -> Any:
+            if number == 3:
+                segment.index[3] = PRESENT | 3
+                self.pop(3, None)
+            return super().get(number, default)
+
+    assert take(claims, ids(3, 4, 5)) == [3, 4, 5]
+    assert claims.take(ids(3, 4, 5), N, threads=Published({3: -1, 5: -1})).tolist() == [4]
+    assert int(segment.index[3]) == PRESENT | 3
 
 
 def test_a_killed_claimants_samples_are_taken_over(segment: Segment, claims: Claims) -> None:
@@ -522,6 +539,85 @@ def test_what_another_thread_claims_while_this_one_waits_for_the_lock_stays_that
         other.join(60)
         assert read == [5]
         assert wrong(stored(store), sample) == {}
+
+
+@contextlib.contextmanager
+def filled_by_another_thread(store: Store, wanted: Ids) -> Iterator[None]:
+    """Another thread reads these samples, and stores them once the block has ended."""
+    reading, go = threading.Event(), threading.Event()
+
+    def read(number: int) -> Any:
+        reading.set()
+        assert go.wait(60)
+        return sample(number)
+
+    other = threading.Thread(target=lambda: store.fill(wanted, read))
+    other.start()
+    try:
+        assert reading.wait(60)
+        yield
+    finally:
+        go.set()
+        other.join(60)
+
+
+def test_an_interrupted_thread_gives_its_claims_back_while_another_fills(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with opened(sample, N) as store, attached(store) as other:
+        claim = store.filler.claims.take
+
+        def claim_and_interrupt(*arguments: Any, **named: Any) -> Ids:
+            claim(*arguments, **named)
+            raise KeyboardInterrupt
+
+        with filled_by_another_thread(store, ids(5)):
+            with monkeypatch.context() as patched:
+                patched.setattr(store.filler.claims, "take", claim_and_interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    store.fill(ids(1, 2), sample)
+            assert take(Claims(other.participant), ids(1, 2, 5)) == [1, 2]
+        assert wrong(stored(store), sample) == {}
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core has no thread to spare")
+def test_a_thread_that_cannot_be_started_to_store_leaves_no_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def large(number: int) -> torch.Tensor:
+        return torch.full((1 << 17,), float(number))
+
+    with opened(large, N, 1 << 26) as store, attached(store) as other:
+        store.fill(ids(0), large)
+        with filled_by_another_thread(store, ids(5)):
+            monkeypatch.setattr(HelperThread, "ask", refuse)
+            with pytest.raises(RuntimeError, match="start new thread"):
+                store.fill(ids(range(6, N)), large)
+            assert take(Claims(other.participant), ids(range(N))) == [i for i in range(1, N) if i != 5]
+
+
+def test_a_failed_thread_gives_back_nothing_that_another_has_claimed_since(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with opened(sample, N) as store, attached(store) as other, contextlib.ExitStack() as stack:
+        release, releases = store.filler.claims.release, itertools.count(1)
+
+        def meanwhile(*arguments: Any, **named: Any) -> None:
+            # The first time its chunk's claims, the second time what an interrupt may have left.
+            if threading.current_thread() is here and next(releases) == 2:
+                stack.enter_context(filled_by_another_thread(store, ids(5)))
+            release(*arguments, **named)
+
+        def fails(number: int) -> Any:
+            raise ValueError(f"sample {number} is damaged")
+
+        here = threading.current_thread()
+        monkeypatch.setattr(store.filler.claims, "release", meanwhile)
+        with pytest.raises(ValueError, match="damaged"):
+            store.fill(ids(5), fails)
+        assert next(releases) == 3
+        assert take(Claims(other.participant), ids(5)) == []
 
 
 def test_what_cannot_be_stored_is_claimed_no_longer_than_it_is_read() -> None:
