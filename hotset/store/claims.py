@@ -258,9 +258,9 @@ class Claims:
         """Claim up to ``most`` of those samples that are absent, or claimed by the dead; return which.
 
         Args:
-            threads: for each sample that threads of this process have claimed, by which of them: the word
-                does not say. What is claimed is entered before it is. A claim of this process that is not in
-                there as another thread's is a forgotten one, and void as well.
+            threads: for each place in the index that threads of this process have claimed, which of them was
+                the last to do so: the word does not say. What is claimed is entered before it is. A claim of
+                this process that is not in there as another thread's is a forgotten one, and void as well.
             generation: nothing is claimed in another clear generation: not even for a moment, in which a
                 process to which the sample belongs would be refused.
 
@@ -279,7 +279,7 @@ class Claims:
                 return ids[:0]
             taken = self._free(ids, most, threads)
             if threads is not None:
-                threads.update(dict.fromkeys(taken.tolist(), threading.get_ident()))
+                threads.update(dict.fromkeys(self._index.places(taken).tolist(), threading.get_ident()))
             self._index.put(taken, mine)
         return taken
 
@@ -326,8 +326,8 @@ class Claims:
             dead = [word for word in set(claimed.tolist()) if not self.is_open(word)]
             forgotten = np.zeros(len(ids), bool)
             if threads is not None:
-                here = threading.get_ident()
-                forgotten[:] = [threads.get(sample, here) == here for sample in ids.tolist()]
+                here, places = threading.get_ident(), self._index.places(ids).tolist()
+                forgotten[:] = [threads.get(place, here) == here for place in places]
             # Between the words and these tests, a claimant may have published and left.
             words = self._index.words(ids)
             free = _are_absent(words) | np.isin(words, dead) | (forgotten & (words == self.word))

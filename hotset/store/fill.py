@@ -27,7 +27,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -131,7 +131,7 @@ class Filler:
         self._spill = spill
         self._schema = schema
         self._records = Records(participant.segment, schema)
-        # For each sample that is being filled here, by which thread: a claim's word does not name it.
+        # For each place in the index that is being filled here, by which thread: a claim does not name it.
         self._claimed: dict[int, int] = {}
         self._at_once = 1
         self._seconds = 0.0  # mean time that a sample took this process to read, 0 until known
@@ -147,23 +147,23 @@ class Filler:
             return self._fill(ids, read, keep)
         finally:
             # An interrupt may come between a claim and the block that releases it.
-            self._release(self._own() - before)
+            self._release_all_but(before)
 
     def _own(self) -> set[int]:
-        """The samples that this thread has claimed."""
+        """The places in the index that this thread was the last to claim, of all threads of this process."""
         thread = threading.get_ident()
         # By a copy, as other threads enter theirs.
-        return {sample for sample, owner in list(self._claimed.items()) if owner == thread}
+        return {place for place, owner in list(self._claimed.items()) if owner == thread}
 
-    def _release(
-        self, claimed: Collection[int], stored: Container[int] = (), tried: Sequence[int] = ()
-    ) -> None:
-        """Release these claims, but for those of samples that were stored; see :meth:`Claims.release`."""
-        # Only what was not published: the place of what was may be claimed anew, by the same word.
-        rest = np.array([sample for sample in claimed if sample not in stored], np.int64)
-        self.claims.release(rest, tried=tried)
-        for sample in claimed:
-            self._claimed.pop(sample, None)
+    def _release_all_but(self, before: set[int]) -> None:
+        """Release what this thread has claimed, but for these places."""
+        mine = self._own() - before
+        if len(self.claims.own(np.array(list(mine), np.int64))):
+            with self._participant.short_lock():
+                # Looked up again: another thread may have claimed one that this one had released.
+                self.claims.release(np.array(list(self._own() - before), np.int64))
+        for place in mine & self._own():
+            self._claimed.pop(place, None)
 
     def _fill(self, ids: Ids, read: Read, keep: bool) -> dict[int, Any]:
         missing = _unique(ids[self._index.missing(ids)])
@@ -221,7 +221,7 @@ class Filler:
                 return False  # and what was claimed stays of this generation: a clear waits for claims
             self._store({sample: samples[sample] for sample in taken.tolist()}, stored)
         finally:
-            self._release(self._own() - before, stored)
+            self._release_all_but(before)
         return bool(self._index.missing(_without(ids, taken)).any())
 
     def spill(self, sample: int, prepared: forms.Flattened) -> bool:
@@ -276,7 +276,9 @@ class Filler:
             self._store(values, stored)
         finally:
             uncached.update(values if keep else {s: v for s, v in values.items() if s not in stored})
-            self._release(taken.tolist(), stored, tried=list(values))
+            # Only what was not published: the place of what was may be claimed anew, by the same word.
+            rest = _without(taken, np.fromiter(stored, np.int64))
+            self.claims.release(rest, tried=list(values))
 
     def read(self, sample: int, read: Read) -> Any:
         """Read a sample for one use, without storing it; random draws are the caller's own."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,28 @@ def test_a_claim_of_another_lap_keeps_the_slot_busy_until_its_claimant_is_gone()
             assert len(ring.filler.claims.take(ids(3 + M), M)) == 0
             assert ring.settled(ids(3, 3 + M)).tolist() == [False, False]
         ring.fill(ids(3 + M), fixed)
+        holds_exactly(ring, ids(3 + M), fixed)
+
+
+def test_a_slot_that_another_thread_fills_for_an_earlier_lap_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reading, go = threading.Event(), threading.Event()
+
+    def slowly(entry: int) -> Any:
+        reading.set()
+        assert go.wait(60)
+        return fixed(entry)
+
+    with opened(fixed) as ring:
+        other = threading.Thread(target=lambda: ring.fill(ids(3), slowly))
+        other.start()
+        assert reading.wait(60)
+        move(ring, M)
+        monkeypatch.setattr("hotset.store.fill.time.sleep", lambda seconds: go.set())
+        ring.fill(ids(3 + M), fixed)
+        go.set()
+        other.join(60)
         holds_exactly(ring, ids(3 + M), fixed)
 
 
