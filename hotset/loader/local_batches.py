@@ -118,20 +118,25 @@ class LocalBatches:
 
     def __next__(self) -> Any:
         start = time.perf_counter()
-        indices = self._draw()
-        if self._prefetched is not None:
-            self._prefetched = self._prefetch(self._prefetched - 1, samples_in(indices))
-        if self._has_peers and not (self._several is not None and self._several.left > 1):
-            self._ask_ahead()
         try:
+            indices = self._draw()
+            if self._prefetched is not None:
+                self._prefetched = self._prefetch(self._prefetched - 1, samples_in(indices))
+            if self._has_peers and not (self._several is not None and self._several.left > 1):
+                self._ask_ahead()
             batch = self._make(indices)
+            self._hand_over(samples_in(indices), start)
+            return batch
+        except StopIteration:
+            raise
         except SampleStopped as error:
             raise stopped(error) from None
         except BaseException:
+            # Of an interrupt it is unknown whether its batch, or one that was made ahead, was taken by then.
+            self._ahead.stop()
+            self._several = None
             self._reading_ends()
             raise
-        self._hand_over(samples_in(indices), start)
-        return batch
 
     def _draw(self) -> Any:
         self._route.require_unchanged()

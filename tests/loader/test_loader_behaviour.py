@@ -25,6 +25,8 @@ from helpers import (
     equal_batches,
     eventually,
     failure,
+    in_threads,
+    interrupted_everywhere,
     rarely,
     recorded,
     rng_states,
@@ -351,6 +353,35 @@ def test_an_epoch_may_run_in_any_thread(workers: int) -> None:
             thread.start()
             thread.join(60)
         assert seen == [[number(i) for i in range(60)]] * 2
+
+
+@pytest.mark.parametrize(("make", "size"), [(poster_and_label, 4), (number, 2)])
+def test_after_an_interrupt_an_iterator_goes_on_without_the_batch_that_was_under_way(
+    make: Callable[[int], Any], size: int
+) -> None:
+    """As torch's without workers. Large batches are gathered ahead, small ones several at once."""
+
+    under_way: Any = None
+    rest: list[Any] = []
+
+    def begin() -> None:
+        nonlocal under_way
+        under_way = iter(loader)
+        equal_batches([next(under_way), next(under_way)], batches[:2])
+        rest.clear()
+
+    def read_on(thread: int) -> None:
+        rest.extend(under_way)
+
+    with hotset.cache(Samples(make, N)) as cached:
+        loader = hotset.DataLoader(cached, batch_size=size)
+        for _ in range(2):
+            batches = list(loader)
+        begin()
+        for _ in interrupted_everywhere(lambda: rest.append(next(under_way))):
+            in_threads(1, read_on)
+            equal_batches(rest, batches[2:] if len(rest) == len(batches) - 2 else batches[3:])
+            begin()
 
 
 def test_the_number_of_torchs_threads_is_left_as_it_was() -> None:
