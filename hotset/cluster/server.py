@@ -348,9 +348,7 @@ class RecordServer:
         sent = protocol.parse_records(head, frames[1:], ids, cache)
         good = sent.verified()
         self.served.unsound += len(sent.batch.ids) - len(good.batch.ids)
-        if head.clears < service.clears:
-            good = WireRecords.none(len(ids), cache.stride)
-        there = service.put(ids, good)
+        there = service.put(ids, good, head.clears)
         self.served.stored += int(np.count_nonzero(there))
         # What is sound and not there had no room.
         missing = np.where(good.present, FULL, ABSENT)

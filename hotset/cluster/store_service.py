@@ -148,21 +148,23 @@ class StoreService:
                 return True  # the store is empty for good, and its leases have ended
             return self.store.clear(_CLEAR_SECONDS, clears=clears)
 
-    def put(self, ids: Longs, records: WireRecords) -> npt.NDArray[np.bool_]:
+    def put(self, ids: Longs, records: WireRecords, clears: int) -> npt.NDArray[np.bool_]:
         """Store sound records that another machine has sent; returns which samples are in the store now.
 
         A sample that a process of this machine is reading counts as stored. The records' memory need be valid
-        during the call only.
+        during the call only. They are not stored if the cache was cleared since that machine had carried out
+        so many ``clears``.
         """
         self.asked = time.monotonic()
         store = self.store
-        there = records.present
+        generation = store.clear_generation()  # before the number of clears
+        there = records.present & (generation is not None) & (clears >= self.clears)
         if not there.any():
             self.end_leases(ids)  # the client that had claimed them will not send them
             return there
         with self._lock:
             # Under the claims that were made for the client that sends them.
-            store.insert(records.batch.samples(store.schema, decode=False))
+            store.insert(records.batch.samples(store.schema, decode=False), generation)
             self.end_leases(ids)
         # What is claimed, a process of this machine is reading: it stores the sample in a moment.
         here = store.present(ids) | (store.words(ids) >= CLAIMED)

@@ -687,7 +687,7 @@ def test_a_process_here_waits_for_what_another_machine_reads(tmp_path: Path) -> 
         pid = child(fill)
         try:
             assert os.read(ready, 1) == b"3"
-            shelf.put(*brought(store, 1, 2))
+            shelf.put(*brought(store, 1, 2), 0)
         finally:
             os.close(tell)
             os.close(ready)
@@ -768,10 +768,10 @@ def test_what_is_brought_late_is_stored_too(clock: Clock) -> None:
         assert take(shelves, 1, 2) == [ABSENT, ABSENT]
         clock.now += shelf.LEASE + 0.1
         shelves.end_leases()
-        assert shelves.put(*brought(store, 1)).tolist() == [True]
+        assert shelves.put(*brought(store, 1), 0).tolist() == [True]
         assert take(shelves, 2) == [ABSENT]  # by another machine
-        assert shelves.put(*brought(store, 2)).tolist() == [True], "whoever is first"
-        assert shelves.put(*brought(store, 2)).tolist() == [True], "the second one finds it there"
+        assert shelves.put(*brought(store, 2), 0).tolist() == [True], "whoever is first"
+        assert shelves.put(*brought(store, 2), 0).tolist() == [True], "the second one finds it there"
         assert take(shelves, 1, 2) == [0, 0]
         assert shelves._leases == {}
         assert wrong(stored(store), samples.kilobyte) == {}
@@ -780,7 +780,7 @@ def test_what_is_brought_late_is_stored_too(clock: Clock) -> None:
 
 def test_what_nobody_claimed_may_be_brought() -> None:
     with shelved() as (store, shelf):
-        assert shelf.put(*brought(store, 7, 8)).tolist() == [True, True]
+        assert shelf.put(*brought(store, 7, 8), 0).tolist() == [True, True]
         assert take(shelf, 7, 8) == [0, 0]
 
 
@@ -788,12 +788,12 @@ def test_what_has_no_room_is_nobodys_and_that_is_said() -> None:
     with shelved(limit=4 * MIB // 1024) as (store, shelf):
         room = 0
         while take(shelf, room) == [ABSENT]:
-            assert shelf.put(*brought(store, room)).tolist() == [True]
+            assert shelf.put(*brought(store, room), 0).tolist() == [True]
             room += 1
         assert 0 < room < 8
         assert take(shelf, room, room + 1, 0) == [FULL, FULL, 0]
         assert take(shelf, room, claim=False) == [ABSENT], "who only asks is to ask nobody else"
-        assert shelf.put(*brought(store, room)).tolist() == [False]
+        assert shelf.put(*brought(store, room), 0).tolist() == [False]
         assert count(store) == room
         assert (store.words(ids(range(room, 40))) == 0).all(), "a claim would make processes here wait"
         assert wrong(stored(store), samples.kilobyte) == {}
@@ -806,9 +806,9 @@ def test_who_has_nothing_to_bring_ends_its_lease() -> None:
         assert take(shelf, 1, 2) == [ABSENT, ABSENT]
         cache = cache_of(store.schema, len(store))
         ended = packing.pack(cache, store.schema, {}, absent=[1])
-        assert shelf.put(*ended).tolist() == [False]
+        assert shelf.put(*ended, 0).tolist() == [False]
         assert take(shelf, 1, 2) == [ABSENT, PENDING]
-        assert shelf.put(*packing.pack(cache, store.schema, {2: samples.Opaque(2)})).tolist() == [False]
+        assert shelf.put(*packing.pack(cache, store.schema, {2: samples.Opaque(2)}), 0).tolist() == [False]
         assert take(shelf, 2) == [ABSENT]
 
 
@@ -821,11 +821,11 @@ def test_a_cache_that_is_destroyed_or_cleared_takes_nothing(tmp_path: Path) -> N
         shelf.end_leases(ids(1, 2))  # a clear waits for who is reading
         assert store.clear()
         assert take(shelf, 5, claim=False) == [ABSENT]
-        assert shelf.put(*brought(store, 1)).tolist() == [True], "a clear forgets; it goes on"
+        assert shelf.put(*brought(store, 1), 0).tolist() == [True], "a clear forgets; it goes on"
         retire(str(path))
         assert take(shelf, 1, 2, 5) == [ABSENT] * 3, "everybody reads for himself"
         assert take(shelf, 1, 2, 5) == [ABSENT] * 3
-        assert shelf.put(*brought(store, 2, 6)).tolist() == [False, False]
+        assert shelf.put(*brought(store, 2, 6), 0).tolist() == [False, False]
         shelf.end_leases()
         assert (store.segment.index == 0).all()
 

@@ -77,7 +77,7 @@ class Peer:
         good = records.verified().present
 
         def answer() -> WireRecords:
-            there = self.shelf.put(brought, records)
+            there = self.shelf.put(brought, records, 0)
             generations = np.where(there, 0, np.where(good, FULL, ABSENT))
             return WireRecords.none(0, cache.stride)._replace(generations=generations)
 

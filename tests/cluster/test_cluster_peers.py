@@ -45,7 +45,9 @@ from hotset.cluster.store_service import StoreService, cache_of  # noqa: E402
 from hotset.cluster.wire_records import ABSENT, TRUNCATED, Bytes, CacheIdentity, Longs, WireRecords  # noqa: E402
 from hotset.errors import HotsetWarning  # noqa: E402
 from hotset.store import format as fmt  # noqa: E402
+from hotset.store.format import Live  # noqa: E402
 from hotset.store.record_batch import RecordBatch  # noqa: E402
+from hotset.store.store import Store  # noqa: E402
 
 HERE = "127.0.0.1"
 FINGERPRINT = b"0123456789abcdef"
@@ -85,7 +87,7 @@ class Fake:
         none = np.zeros(len(wanted), np.int64)
         return WireRecords(none, RecordBatch(wanted, none, rows, np.empty((0, 256), np.uint8)))
 
-    def put(self, wanted: Longs, records: WireRecords) -> Any:
+    def put(self, wanted: Longs, records: WireRecords, clears: int) -> Any:
         raise OSError("this shelf is read only")
 
 
@@ -238,6 +240,31 @@ def test_nothing_from_before_a_clear_comes_from_or_to_a_machine() -> None:
         bring(after, 1)
         assert has(1)
         assert not has(2), "it was cleared once"
+
+
+@pytest.mark.parametrize(("owner", "step"), [(StoreService, "put"), (Store, "insert")])
+def test_what_is_brought_as_a_machine_is_cleared_is_not_stored(
+    owner: type, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = samples.big_image_and_label
+    real = getattr(owner, step)
+
+    def clear_and_go_on(self: Any, *arguments: Any) -> Any:
+        if not store.segment.live[Live.CLEARS]:
+            assert store.clear(clears=1)  # as another process of that machine does
+        return real(self, *arguments)
+
+    monkeypatch.setattr(owner, step, clear_and_go_on)
+    with opened(make, 40) as store:
+        before = cache_of(store, FINGERPRINT)
+        wanted, records = pack(before, store.schema, {1: make(1)})
+        services = {FINGERPRINT: StoreService(store, FINGERPRINT)}
+        with RecordServer(HERE, services, SERVER, {ASKER.public}) as other, asker(other.endpoint) as peer:
+            for clears, stored in (0, False), (1, True):
+                cache = dataclasses.replace(before, clears=clears)
+                answer = peer.put(cache, wanted, records).wait(time.monotonic() + SOON)
+                assert answer.present.tolist() == [stored]
+                assert store.present(ids(1)).tolist() == [stored]
 
 
 @pytest.mark.parametrize("make", [samples.big_image_and_label, with_tails])
