@@ -111,6 +111,8 @@ class BatchFetch:
     Args:
         peers: the other machines; no other thread asks them meanwhile.
         cache: as machines agree on it.
+        generation: of this machine's part, from before the number of clears that ``cache`` tells the others;
+            what they send is kept here in no other.
         keeps: whether this many records that others sent are kept here.
     """
 
@@ -119,12 +121,13 @@ class BatchFetch:
         peers: SessionPeers,
         cache: CacheIdentity,
         store: Store,
+        generation: int | None,
         read: Read,
         keeps: Callable[[int], bool],
     ) -> None:
         self._peers, self._cache, self._store, self._read = peers, cache, store, read
         self._keeps = keeps
-        self._generation = store.clear_generation()
+        self._generation = generation
         self._schema: Schema = store.schema
         self._got = Fetched()
         self._puts: list[_Put] = []

@@ -88,10 +88,11 @@ class RemoteCache:
             if self._peers.membership is None:
                 return Fetched()
             try:
+                generation = store.clear_generation()  # before the number of clears
                 ahead = self._ahead.pop(ids.tobytes(), _Ahead(None, []))
                 # Answers to requests from before a clear may hold what the clear removed.
-                asked = ahead.requests if ahead.clear_generation == store.clear_generation() else []
-                return self._batch_fetch(store, read).run(missing, asked)
+                asked = ahead.requests if ahead.clear_generation == generation else []
+                return self._batch_fetch(store, generation, read).run(missing, asked)
             finally:
                 self._peers.count()
 
@@ -109,13 +110,14 @@ class RemoteCache:
                 return False
             ids = np.fromiter(samples, np.int64)
             ids = ids[store.words(ids) < PRESENT]
-            fetch = self._batch_fetch(store, samples.__getitem__)
+            fetch = self._batch_fetch(store, generation, samples.__getitem__)
             if store.clear_generation() != generation:  # asked after the number of clears
                 return False
             return fetch.pass_on({sample: samples[sample] for sample in ids.tolist()})
 
-    def _batch_fetch(self, store: Store, read: Read) -> BatchFetch:
-        return BatchFetch(self._peers, self._cache_now(store), store, read, partial(self._keeps, store))
+    def _batch_fetch(self, store: Store, generation: int | None, read: Read) -> BatchFetch:
+        keeps = partial(self._keeps, store)
+        return BatchFetch(self._peers, self._cache_now(store), store, generation, read, keeps)
 
     def prefetch(self, store: Store, ids: Longs) -> None:
         """Ask for those samples of a coming batch that this machine lacks; returns at once.

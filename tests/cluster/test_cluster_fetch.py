@@ -26,7 +26,7 @@ import machines
 from machines import NEVER, town
 
 import hotset
-from hotset.cluster import batch_fetch
+from hotset.cluster import batch_fetch, remote_cache
 from hotset.cluster import store_service as shelf
 from hotset.cluster.batch_fetch import BatchFetch, Fetched
 from hotset.cluster.client import SessionPeers
@@ -117,7 +117,9 @@ class Four:
         peers: Any = SessionPeers(0)
         peers.membership = Membership(me, Keys(b"", b""), self.members)
         peers.by_name = {name: other for name, other in self.peers.items() if name != me}
-        return BatchFetch(peers, peer.shelf.cache, peer.store, self._read, lambda count: keeps)
+        store = peer.store
+        generation = store.clear_generation()
+        return BatchFetch(peers, peer.shelf.cache, store, generation, self._read, lambda count: keeps)
 
     def bring(self, me: str, *wanted: int) -> Fetched:
         return self.fetch(me).run(np.array(sorted(wanted)), [])
@@ -275,9 +277,9 @@ def test_what_could_not_be_read_is_promised_no_longer() -> None:
 # ---- what is asked for before it is wanted -----------------------------------------------------------------
 
 
-def neighbours(made: Four, me: str) -> RemoteCache:
+def neighbours(made: Four, me: str, *, replicate: bool = False) -> RemoteCache:
     """A machine's way to the other three."""
-    found = RemoteCache(0, bytes(16))
+    found = RemoteCache(0, bytes(16), replicate=replicate)
     peers: Any = made.fetch(me)._peers
     peers.refresh = peers.count = lambda **how: None  # there is no file of the membership, and no statistics
     found._peers = peers
@@ -351,6 +353,30 @@ def test_what_was_asked_for_before_a_clear_is_not_kept_after_it(cleared: bool) -
             assert made.peers["a"].store.clear()
         assert fetch.run(np.array([wanted]), []).ids().tolist() == [wanted]
         assert made.holders(wanted) == ("b" if cleared else "ab")
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_is_asked_for_as_a_cache_is_cleared_is_not_kept_after_it(
+    ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with four() as made:
+        wanted, store = made.sample("bcd"), made.peers["a"].store
+        made.bring("c", wanted)
+        way = neighbours(made, "a", replicate=True)
+        if ahead:
+            way.prefetch(store, ids(wanted))
+
+        class Cleared(BatchFetch):
+            def __init__(self, *arguments: Any) -> None:
+                assert store.clear(clears=1)  # as another process of the machine does
+                super().__init__(*arguments)
+
+        monkeypatch.setattr(remote_cache, "BatchFetch", Cleared)
+        assert way.fetch(store, ids(wanted), made.text).ids().tolist() == [wanted]
+        assert made.holders(wanted) == "b"
+        monkeypatch.undo()
+        way.fetch(store, ids(wanted), made.text)
+        assert made.holders(wanted) == "ab"
 
 
 class _Asking(machines._Trainer):
