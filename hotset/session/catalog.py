@@ -56,9 +56,9 @@ import re
 import secrets
 import stat
 import time
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
 from typing import Any
 
 from hotset._warnings import warn
@@ -153,8 +153,6 @@ class CatalogHandle:
         self.nonce = nonce
         self.name = name
         self._share = _Share(f"{nonce}.json")
-        # Also at the interpreter's normal end, so that a script that never closes leaves nothing.
-        weakref.finalize(self, self._share.end)
 
     @property
     def joined(self) -> bool:
@@ -168,7 +166,7 @@ class CatalogHandle:
             memory: descriptor of the cache's memory in this process, if it has one. From now on others can
                 reach the memory through it, also after the death of the process that made it.
         """
-        joined = self.joined or self._share.take()
+        joined = self.joined or self._new_share().take()
         if joined and memory >= 0:
             self._share.offer(memory)
         return joined
@@ -176,6 +174,16 @@ class CatalogHandle:
     def close(self) -> None:
         """End the share, and remove the file if it was the last one."""
         self._share.end()
+
+    def _new_share(self) -> _Share:
+        """Return the share, for this process to take.
+
+        It ends with this object, and at a normal end of the process, so that a script that never closes
+        leaves nothing: after the process's children, which may still join, and also in those processes of
+        multiprocessing's that do not run atexit.
+        """
+        Finalize(self, self._share.end, exitpriority=-1)
+        return self._share
 
     def __reduce__(self) -> tuple[type[CatalogHandle], tuple[str, str]]:
         return CatalogHandle, (self.nonce, self.name)
@@ -268,7 +276,7 @@ def register(address: Address, name: str, *, key: str = "", groups: Sequence[str
         }
         with runtime() as folder:
             held = _create(folder, nonce, json.dumps(head).encode().ljust(_HEAD_BYTES))
-            handle._share.hold(held, folder)
+            handle._new_share().hold(held, folder)
     except OSError as error:
         reason = error if isinstance(error, FolderError) else f"{error.strerror or error}."
         warn(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import eventually
+from helpers import eventually, rarely
 
 from hotset.errors import FolderError, HotsetWarning
 from hotset.session.catalog import CatalogHandle, entries, gc, register
@@ -26,6 +27,7 @@ from hotset.store.segment import Address
 
 NONCE = "0123456789abcdef0123456789abcdef"
 OTHER = "f" * 32
+KEPT: list[CatalogHandle] = []
 
 OWN = """
 import os, sys
@@ -80,6 +82,12 @@ def kill(child: subprocess.Popen[str]) -> None:
 def listed(nonce: str = NONCE, name: str = "a cache") -> CatalogHandle:
     """List a cache of this process that has no memory behind it."""
     return register(Address(os.getpid(), 0, 1, bytes.fromhex(nonce)), name)
+
+
+def keep_listed() -> None:
+    """List a cache that nothing closes before the process ends."""
+    KEPT.append(listed())
+    assert entries()[0].alive
 
 
 def make(folder: Path, file: str, content: str = "{}", *, age: float = 0) -> Path:
@@ -179,6 +187,15 @@ def test_an_owner_that_ends_in_order_leaves_nothing(folder: Path, end: str) -> N
         assert os.listdir(folder) == [f"{NONCE}.json"]
         owner.communicate("\n")
         assert owner.returncode == 0
+    assert os.listdir(folder) == []
+
+
+@pytest.mark.parametrize("method", rarely(["fork", "forkserver"], "forkserver"))
+def test_an_owner_that_multiprocessing_has_started_leaves_nothing(folder: Path, method: str) -> None:
+    owner = multiprocessing.get_context(method).Process(target=keep_listed)
+    owner.start()
+    owner.join()
+    assert owner.exitcode == 0
     assert os.listdir(folder) == []
 
 
