@@ -84,6 +84,7 @@ class Participant:
     @property
     def slot(self) -> int:
         """Number of this process's slot, taken at first use; -1 when all 1,024 are held."""
+        self._locks.notice_fork()
         if self._slot < 0:
             with self.thread_lock:
                 if self._slot < 0:

@@ -356,6 +356,7 @@ class FileLock:
     def __init__(self, file: Callable[[], int], forked: Callable[[], object] | None = None) -> None:
         self._file = file
         self._forked = weakref.WeakMethod(forked) if forked is not None else None
+        self._process = os.getpid()
         # By thread, whose number is used again after its end; 0 is no thread's, and stands for the process.
         self._own: dict[int, Description] = {}
         _file_locks.add(self)
@@ -377,6 +378,7 @@ class FileLock:
         return self._description(threading.get_ident())
 
     def _description(self, of: int) -> Description:
+        self.notice_fork()
         description = self._own.get(of)
         if description is None:
             # Two threads may come here for the process: one call of C code keeps the first one's.
@@ -388,8 +390,18 @@ class FileLock:
         while self._own:
             self._own.popitem()[1].close()
 
+    def notice_fork(self) -> None:
+        """Do what ``os.fork()`` does in a child, unless that was done.
+
+        An interrupt in there is dropped by Python, and the rest is left out.
+        """
+        if self._process != os.getpid():
+            self.close()
+            self.after_fork()
+
     def after_fork(self) -> None:
         """Call ``forked``; ``os.fork()`` calls this in the child, where all descriptions are closed."""
+        self._process = os.getpid()
         forked = self._forked() if self._forked is not None else None
         if forked is not None:
             with contextlib.suppress(OSError):

@@ -159,6 +159,39 @@ sessions.destroy(two)
 )
 
 
+INTERRUPTED_FORK = (
+    """
+import os
+import sys
+
+armed = False
+
+
+def interrupt(frame, event, argument):
+    code = frame.f_code
+    if event == "call" and code.co_filename.endswith("locks.py") and code.co_name == "_after_fork_in_child":
+        sys.setprofile(None)
+        raise KeyboardInterrupt  # which Python drops there
+
+
+os.register_at_fork(after_in_child=lambda: sys.setprofile(interrupt if armed else None))
+"""
+    + COMMON
+    + """
+cached = hotset.cache(Squares())
+cached.__getitems__(list(range(9)))
+mine = store_of(cached).participant
+slot, armed = mine.slot, True
+with mine.short_lock():
+    pid = os.fork()
+    if pid == 0:
+        with mine.short_lock() as held:
+            os._exit(2 * held + (mine.slot == slot))
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+)
+
+
 def run(programs: Programs, program: str, tmp_path: Path, *arguments: str) -> str:
     path = tmp_path / "program.py"
     path.write_text(program)
@@ -177,3 +210,10 @@ def test_hundreds_of_interrupts_leave_nothing_held(programs: Programs, runtime: 
     """Like Ctrl-C in a notebook, which keeps each exception with all its frames."""
     said = run(programs, INTERRUPTS, tmp_path, str(often(50, 200))).splitlines()
     assert said == ["locks 0", "wrong [] []", "cached 200", "threads 3", "freed True"]
+
+
+def test_a_child_in_which_an_interrupt_came_first_has_locks_of_its_own(
+    programs: Programs, runtime: Path, tmp_path: Path
+) -> None:
+    """With its parent's it would claim, and store, as if it were the parent."""
+    assert run(programs, INTERRUPTED_FORK, tmp_path) == "0\n"
