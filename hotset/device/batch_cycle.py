@@ -49,6 +49,7 @@ class BatchCycle:
         self._empty = True  # whether the pass has given nothing so far, not even an exception
         self._epoch_set: Any = None  # the epoch of the loader or sampler as the pass began
         self._ready: deque[tuple[StepInput, Any]] = deque()  # each with the loader's state before it
+        self._found: list[tuple[Any, Any]] = []  # rows that come after these, likewise, to be uploaded
         self._ended: Exception | None = None  # what ended these early
 
     @property
@@ -122,7 +123,7 @@ class BatchCycle:
     def _fetch_rows(self, resident: ResidentBatches, wanted: int) -> None:
         """Rows for what a call wants next of this pass, in one upload."""
         wanted = min(wanted, _UPLOADED_AT_ONCE)
-        found: list[tuple[Any, Any]] = []
+        found = self._found  # some are there already if the last call was interrupted
         rest: list[tuple[StepInput, Any]] = []
         loader = self.queue.loader
         while len(found) < wanted and not rest:
@@ -139,9 +140,11 @@ class BatchCycle:
         if found:
             together = resident.cache.upload(np.concatenate([rows for rows, _ in found]))
             parts = torch.split(together, [len(rows) for rows, _ in found])
-            for part, (_, state) in zip(parts, found, strict=True):
-                self._ready.append((StepInput(part, resident), state))
+            of_rows = zip(parts, found, strict=True)
+            rest = [*((StepInput(part, resident), state) for part, (_, state) in of_rows), *rest]
+        # No call, so no interrupt, lies between the two.
         self._ready += rest
+        self._found = []
 
     def _begin_pass(self) -> None:
         sampler = _with_epochs(self.queue.loader)
@@ -173,7 +176,7 @@ class BatchCycle:
         Raises:
             StateError: the loader cannot say where it stands.
         """
-        ahead = self._ready[0][1] if self._ready else None
+        ahead = next((state for _, state in [*self._ready, *self._found]), None)
         loader = ahead if ahead is not None else self.queue.state_dict()
         return {"passes": self._passes, "taken": self._taken, "loader": loader}
 
@@ -201,6 +204,7 @@ class BatchCycle:
         self._pass, self._ended = None, None
         self._taken, self._empty = 0, True
         self._ready.clear()
+        self._found = []
         if self._own:
             self.queue.close()
         else:

@@ -160,11 +160,13 @@ class Serving:
         self._script = iter(script)
         self._one: Any = None
         self.uploads: list[list[int]] = []
+        self.given: list[Any] = []
         self.cache = self
 
     def rows(self) -> Any:
         self._one = next(self._script)
-        if isinstance(self._one, Exception):
+        self.given.append(self._one)
+        if isinstance(self._one, BaseException):
             raise self._one
         return np.array(self._one) if isinstance(self._one, list) else None
 
@@ -224,3 +226,31 @@ def test_an_error_comes_in_its_turn_and_what_was_uploaded_is_not_lost() -> None:
     rounds = BatchCycle(queue)
     assert told(rounds, 5) == [[1], [2], "error", [3], [4]]
     assert rounds.step == 4
+
+
+def test_rows_that_were_found_before_an_interrupt_come_after_it() -> None:
+    queue = Scripted([[1], [2], KeyboardInterrupt(), [3], [4]])
+    rounds = BatchCycle(queue)
+    with pytest.raises(KeyboardInterrupt):
+        rounds.take(5)
+    assert rounds.step == 0
+    assert told(rounds, 4) == [[1], [2], [3], [4]]
+
+
+class Stateful(Scripted):
+    """Its loader's state is how many rows it has given."""
+
+    def __init__(self, *scripts: list[Any]) -> None:
+        super().__init__(*scripts)
+        self.loader: Any = self
+
+    def state_dict(self) -> Any:
+        return {"given": len(self.passes[0].given)}
+
+
+def test_a_state_after_an_interrupt_is_that_before_the_rows_that_were_found() -> None:
+    rounds = BatchCycle(Stateful([[1], [2], [3], KeyboardInterrupt(), [4]]))
+    assert told(rounds, 1) == [[1]]
+    with pytest.raises(KeyboardInterrupt):
+        rounds.take(5)
+    assert rounds.state_dict() == {"passes": 0, "taken": 1, "loader": {"given": 1}}
