@@ -359,10 +359,7 @@ class Filler:
         """
         samples = np.array([sample for sample, _ in fitting], np.int64)
         written = self._write_to_memory(samples, fitting, tails)
-        if self._spill is not None and self._spill.keeps_all and written:
-            prepared = [one for _, one in fitting[:written]]
-            self._spill.write(samples[:written], self._index.generations(samples[:written]), prepared)
-        elif not written:
+        if not written:
             written = self._write_to_spill(samples, [one for _, one in fitting])
         self._count(written, tails)
         return written
@@ -385,6 +382,11 @@ class Filler:
         with self._participant.thread_lock:
             given = self._allocator.reserve(places, tails)
             try:
+                if self._spill is not None and self._spill.keeps_all and given:
+                    # Before they are published: a clear waits for what is claimed.
+                    some = samples[: len(given)]
+                    prepared = [one for _, one in fitting[: len(given)]]
+                    self._spill.write(some, self._index.generations(some), prepared)
                 return self._publish(samples, places, fitting, given)
             finally:
                 self._allocator.settle()

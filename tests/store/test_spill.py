@@ -47,7 +47,7 @@ from hotset.store import segment as segment_module
 from hotset.store.format import LINE, ON_DISK, PRESENT, RECORD, RECORD_HEADER, ROW_MASK, Live, Slot
 from hotset.store.leaves.schema import Schema
 from hotset.store.memory_limits import Headroom
-from hotset.store.spill import SpillTo
+from hotset.store.spill import Spill, SpillTo
 from hotset.store.store import Store
 
 Make = Callable[[int], Any]
@@ -149,6 +149,26 @@ def test_what_was_read_from_the_disk_is_the_readers_own(folder: Path) -> None:
             equal_batches(found, [samples.small_float(5)] * 2)
             found[0].zero_()
             assert found[1].any()
+
+
+def test_a_clear_waits_for_what_is_written_to_a_spill_that_keeps_all(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What would come there after it would be served after a reboot."""
+    cleared: list[bool] = []
+    write = Spill.write
+
+    def clear_and_write(*arguments: Any) -> Any:
+        cleared.append(other.clear(timeout=0.0))
+        return write(*arguments)
+
+    with spilling(samples.ragged, folder, MIB, keeps_all=True) as store, attached(store) as other:
+        assert store.spill is not None
+        monkeypatch.setattr(Spill, "write", clear_and_write)
+        store.fill(ids(3), samples.ragged)
+        assert cleared == [False]
+        assert other.clear()
+        assert int(store.spill.segment.index.max()) == 0
 
 
 def test_a_spill_that_keeps_all_has_what_memory_has_too(folder: Path) -> None:
