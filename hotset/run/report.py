@@ -21,6 +21,7 @@ from hotset.units import format_bytes, format_seconds
 __all__ = ["Outcome", "report"]
 
 _SHOWN = 6  # lines of what was left alone
+_LITTLE = 0.05  # of the loop's time: if it waits less than that for batches, no loader gains much
 
 
 class Outcome(NamedTuple):
@@ -111,18 +112,15 @@ def _advice(outcome: Outcome, called: Sequence[tuple[str, Mapping[str, Any]]]) -
             "No Python process was reached: it is not a Python program, or it ignores PYTHONPATH "
             "(python -I, -E or -S)."
         ]
+    share = outcome.waits[0].waited / max(outcome.waits[0].seconds, 1e-9) if outcome.waits else None
     if not called:
         if any("no memory can be had" in reason for _, reason in outcome.left):
             return ["There was no memory to keep anything in: less --memory, or a higher `ulimit`, may help."]
-        return [
-            "Nothing was decoded by functions that hotset knows; name the function that reads your files "
-            "with --memo module:function."
-        ]
+        return [_nothing_decoded(share)]
     sentences = []
     hits = sum(stats["hits"] for _, stats in called)
     calls = sum(stats["calls"] for _, stats in called)
     uncached = sum(stats.get("uncached", 0) for _, stats in called)
-    share = outcome.waits[0].waited / max(outcome.waits[0].seconds, 1e-9) if outcome.waits else None
     if uncached > calls // 100:
         sentences.append(
             f"{uncached:,} calls computed a value that was not kept, for a reason that is above or in the "
@@ -133,7 +131,7 @@ def _advice(outcome: Outcome, called: Sequence[tuple[str, Mapping[str, Any]]]) -
             "Nearly every file was decoded for the first time: what helps is a second epoch, "
             "or --session NAME, which keeps the pictures for the next job."
         )
-    if share is not None and share < 0.05:
+    if share is not None and share < _LITTLE:
         sentences.append("Training hardly waited for data: a faster loader would change little.")
     elif share is not None and hits >= calls // 2 and share > 0.2:
         sentences.append(
@@ -141,3 +139,14 @@ def _advice(outcome: Outcome, called: Sequence[tuple[str, Mapping[str, Any]]]) -
             "hotset.cache(dataset) keeps the deterministic transforms as well."
         )
     return sentences[:2]
+
+
+def _nothing_decoded(share: float | None) -> str:
+    """``share`` of its time that the loop waited for batches."""
+    nothing = "Nothing was decoded by functions that hotset knows"
+    if share is not None and share < _LITTLE:
+        return f"{nothing}, and training hardly waited for data: a faster loader would change little."
+    named = f"{nothing}; name the function that reads your files with --memo module:function."
+    if share is None:
+        return named
+    return f"{named} If none does, `hotset doctor` says what hotset.cache(dataset) would give."

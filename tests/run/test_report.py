@@ -48,6 +48,13 @@ def test_what_would_help_follows_from_the_figures() -> None:
 
 def test_a_program_that_gains_nothing_is_told_so() -> None:
     assert "functions that hotset knows" in advice(functions=[], waits=[])
+    in_memory = advice(functions=[])
+    assert "--memo" in in_memory
+    assert "hotset doctor" in in_memory
+    assert "hotset doctor" not in advice(functions=[], waits=[])  # without a loader it has nothing to watch
+    idle = advice(functions=[], waits=[Waits(2.0, 1200, 124.0)])
+    assert "hardly waited" in idle
+    assert "--memo" not in idle
     assert "No Python process was reached" in advice(functions=[], waits=[], reached=False)
     refused = {("cv2.imread", "results of functions are not kept, as no memory can be had for them"): 1}
     assert "less --memory" in advice(functions=[], waits=[], left=refused)
