@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from hotset.dataset.streams.cached_stream import CachedStream, followed_passes, passes_of
@@ -73,10 +74,17 @@ def rest_of_stream(
             "rest",
         )
     sizes = rest.sizes(loader.batch_size, drop_last=loader.drop_last)
-    changed: dict[str, Any] = {}
+    # torch's loader over the whole stream draws one seed for an epoch's workers, and that is drawn.
+    changed: dict[str, Any] = {"generator": _apart_from(loader.generator)}
     if workers != loader.num_workers:  # what goes with these is left out
         changed = {"num_workers": workers, "timeout": 0, "multiprocessing_context": None}
         changed |= {"prefetch_factor": None, "persistent_workers": False}
     recording = followed_passes(stream).recording(workers, rest=rest)
     batches = iter(torch_loader(loader, recording, loader.batch_size, loader.drop_last, **changed))
     return TorchBatches(batches, run, sizes, loader.batch_size or 1, skip)
+
+
+def _apart_from(generator: torch.Generator | None) -> torch.Generator:
+    """A generator that follows from another one's state, and gives other numbers than it will give."""
+    apart = (generator or torch.default_generator).clone_state()
+    return apart.manual_seed(int(torch.randint(1 << 62, (), generator=apart)))

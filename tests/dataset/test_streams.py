@@ -804,6 +804,24 @@ class TestTooLittleRoom:
             len(stream)
         stream.close()
 
+    @pytest.mark.parametrize(("workers", "own"), [(0, False), (2, True)])
+    def test_random_states_are_those_of_torchs_loader(self, workers: int, own: bool) -> None:
+        with recorded():
+            stream = hotset.cache(Numbers(N, shape=(4096,)), memory="400KiB")
+        after = []
+        for kind, dataset in ((DataLoader, Numbers(N)), (hotset.DataLoader, stream)):
+            generator = torch.Generator().manual_seed(1) if own else None
+            loader = kind(dataset, batch_size=4, num_workers=workers, generator=generator)
+            seed_everything()
+            states = []
+            for _ in range(3):
+                quiet(loader)
+                states.append((rng_states(), generator and generator.get_state().tolist()))
+            after.append(states)
+        assert 0 < stream.stats().cached < N
+        assert after[0] == after[1]
+        stream.close()
+
     @pytest.mark.parametrize(
         ("recorded_by", "read_by"),
         rarely([(0, 2), (2, 0), (2, 3), (3, 2), (0, 1), (2, 2)], (3, 2), (0, 1), (2, 2)),
