@@ -25,6 +25,7 @@ class PrefetchThread:
         self._reader = _Reader(iterable)
         self._thread: HelperThread[Any] = HelperThread("hotset-ahead", self._reader.close)
         self._over = False
+        self._depth = depth
         for _ in range(depth):
             self._thread.ask(self._reader)
 
@@ -34,6 +35,8 @@ class PrefetchThread:
     def __next__(self) -> Any:
         if self._over:
             raise StopIteration
+        while self._thread.pending < self._depth:
+            self._thread.ask(self._reader)  # in place of one that an interrupt has kept from being asked for
         item = self._thread.next()
         if not isinstance(item, _End):
             self._thread.ask(self._reader)

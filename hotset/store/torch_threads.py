@@ -74,8 +74,8 @@ class HelperThread(Generic[T]):
         Raises:
             BaseException: what the job has raised.
         """
+        self._pending -= 1  # before: after an interrupt there may be one more, and is not one less
         result, error = self._results.get()
-        self._pending -= 1
         if error is None:
             return result  # type: ignore[no-any-return]
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import gc
+import itertools
 import os
 import queue as queues
 import signal
@@ -24,6 +25,8 @@ from helpers import (
     equal_batches,
     eventually,
     failure,
+    in_threads,
+    interrupted_everywhere,
     is_a_sentence,
     recorded,
     rng_states,
@@ -715,6 +718,18 @@ def test_ahead_waits_with_depth_items_at_most() -> None:
     time.sleep(0.02)
     assert (len(read), next(ahead)) == (3, 0)
     assert eventually(lambda: len(read) == 4)
+
+
+def test_ahead_goes_on_after_any_interrupt() -> None:
+    ahead, taken = PrefetchThread(itertools.count(), 1), list[int]()
+
+    def take(_: int = 0) -> None:
+        taken.append(next(ahead))
+
+    for _ in interrupted_everywhere(take):
+        in_threads(1, take)
+    ahead.stop()
+    assert taken == sorted(set(taken))
 
 
 def test_ahead_ends_with_its_consumer() -> None:
