@@ -141,10 +141,13 @@ class Filler:
 
     def fill(self, ids: Ids, read: Read, keep: bool) -> dict[int, Any]:
         """See :meth:`hotset.store.store.Store.fill`."""
+        missing = _unique(ids[self._index.missing(ids)])
+        if not len(missing):
+            return {}
         self._at_once = getattr(read, "at_once", 1)
         before = self._own()  # by a fill that this one is within
         try:
-            return self._fill(ids, read, keep)
+            return self._fill(missing, read, keep)
         finally:
             # An interrupt may come between a claim and the block that releases it.
             self._release_all_but(before)
@@ -165,10 +168,7 @@ class Filler:
         for place in mine & self._own():
             self._claimed.pop(place, None)
 
-    def _fill(self, ids: Ids, read: Read, keep: bool) -> dict[int, Any]:
-        missing = _unique(ids[self._index.missing(ids)])
-        if not len(missing):
-            return {}
+    def _fill(self, missing: Ids, read: Read, keep: bool) -> dict[int, Any]:
         self.watch.begin()
         if not self._is_worth_a_thread(len(missing)):
             return self._fill_missing(missing, read, keep, None)
