@@ -125,7 +125,7 @@ class Attachment:
 
 
 def map_ahead(segment: Segment) -> threading.Thread | None:
-    """Start to map what a segment holds, in a thread; None if it holds next to nothing.
+    """Start to map what a segment holds, in a thread; None if that is next to nothing, or no thread starts.
 
     The thread ends by itself, also if the segment is closed meanwhile; until then it keeps the mapping.
     """
@@ -138,7 +138,10 @@ def map_ahead(segment: Segment) -> threading.Thread | None:
     if total < _WORTH_MAPPING:
         return None
     thread = threading.Thread(target=_map, args=(segment, parts, total), name="hotset-map", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # no more threads: pages are mapped as they are used
+        return None
     return thread
 
 

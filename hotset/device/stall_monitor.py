@@ -7,6 +7,7 @@ nothing. It reads, at least every quarter of the time-out, a clock that the cons
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -36,7 +37,9 @@ class StallMonitor:
         self._clock = _Clock()
         self._stops: SimpleQueue[None] = SimpleQueue()  # its put may be called by a destructor
         arguments = (self._clock, patience, sentence, self._stops)
-        threading.Thread(target=_watch, args=arguments, name="hotset-watch", daemon=True).start()
+        thread = threading.Thread(target=_watch, args=arguments, name="hotset-watch", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no more threads: training goes on, and a stall is not named
+            thread.start()
 
     def watched(self, wait: Callable[[], T]) -> T:
         """Return what ``wait()`` returns; the clock runs meanwhile.

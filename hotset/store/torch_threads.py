@@ -42,7 +42,8 @@ class HelperThread(Generic[T]):
 
     The thread starts with the first job. It holds its queues and the jobs, not this object, and ends when
     this object is stopped or collected. A forked child has no such thread: nothing is pending there, and the
-    child's first job starts a thread of its own.
+    child's first job starts a thread of its own. Where no thread can be started, as a limit of the system's
+    is reached, each job runs at once, in the thread that asks for it.
 
     Args:
         name: of the thread.
@@ -88,6 +89,8 @@ class HelperThread(Generic[T]):
         if self._pid:
             self._pid = 0
             self._jobs.put(None)
+            if self._thread is None:
+                self._end()
 
     def finish(self) -> None:
         """Wait until the thread has ended after the jobs that it has; raises what the first of them raised.
@@ -99,7 +102,7 @@ class HelperThread(Generic[T]):
         results = self._results
         self.stop()
         interrupt: BaseException | None = None
-        while self._thread.is_alive():
+        while self._thread is not None and self._thread.is_alive():
             try:
                 self._thread.join()
             except BaseException as error:
@@ -116,7 +119,21 @@ class HelperThread(Generic[T]):
     def _put(self, job: Callable[[], object], *, wanted: bool) -> None:
         if self._pid != os.getpid():
             self._start()
-        self._jobs.put((job, wanted))
+        if self._thread is not None:
+            self._jobs.put((job, wanted))
+            return
+        result: tuple[Any, BaseException | None]
+        try:
+            result = (one_thread(job), None)
+        except Exception as error:  # not an interrupt, which is the caller's
+            result = (None, error)
+        if wanted:
+            self._results.put(result)
+
+    def _end(self) -> None:
+        if self._at_end is not None:
+            with contextlib.suppress(BaseException):
+                self._at_end()
 
     def _start(self) -> None:
         # SimpleQueue.put may be called by a destructor that runs inside another put; Queue's may not.
@@ -138,8 +155,13 @@ class HelperThread(Generic[T]):
                 with contextlib.suppress(BaseException):
                     at_end()
 
-        self._thread = threading.Thread(target=run, name=self._name, daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=run, name=self._name, daemon=True)
+        self._thread: threading.Thread | None = thread
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads
+            self._thread = None
+            return
         started.wait()
         # The thread has set its own number of threads, and with it the default of new threads: restore that.
         torch.set_num_threads(threads)

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import eventually
+from helpers import equal_batches, eventually
+from torch.utils.data import DataLoader, TensorDataset
 
+import hotset
 from hotset.store.torch_threads import HelperThread, one_thread
 
 
@@ -134,3 +136,41 @@ def test_one_thread_is_for_a_while() -> None:
     with pytest.raises(KeyError):
         one_thread(failing)
     assert torch.get_num_threads() == 3
+
+
+@pytest.fixture
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the user's limit of processes was reached."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+
+@pytest.mark.usefixtures("no_threads")
+def test_without_threads_jobs_run_where_they_are_asked_for() -> None:
+    ended: list[bool] = []
+    helper: HelperThread[int] = HelperThread("hotset-test", lambda: ended.append(True))
+    helper.ask(torch.get_num_threads)
+    helper.post(lambda: 1 / 0)
+    helper.ask(lambda: 1 // 0)
+    assert helper.pending == 2
+    assert helper.next() == 1
+    assert torch.get_num_threads() == 3
+    with pytest.raises(ZeroDivisionError):
+        helper.finish()
+    assert ended == [True]
+
+
+@pytest.mark.usefixtures("no_threads")
+def test_without_threads_training_goes_on() -> None:
+    """They fill, gather ahead, map what another has cached, read ahead, and watch for stalls."""
+    data = TensorDataset(torch.arange(3.0).repeat(100, 20_000))
+    expected = list(DataLoader(data, batch_size=10))
+    with hotset.cache(data, memory="64MiB") as cached:
+        for _ in range(2):
+            equal_batches(list(hotset.DataLoader(cached, batch_size=10)), expected)
+        with hotset.cache(data, memory="64MiB") as joined:
+            equal_batches(list(hotset.DataLoader(joined, batch_size=10)), expected)
+    equal_batches(list(hotset.DeviceQueue(DataLoader(data, batch_size=10), device="cpu")), expected)
