@@ -7,13 +7,16 @@ runtime folder. A leak that only shows in the next day's ``df /dev/shm`` shows h
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import logging
 import os
 import re
 import tempfile
 import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -25,6 +28,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # torch 2.6 starts processes that compile as soon as torch.compile is called, and they stay.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+import torch
 from helpers import eventually, memory_files, seed_everything
 from large_pages import use_large_pages
 from programs import Programs
@@ -33,6 +37,10 @@ from session_places import own_runtime
 from benchmarks.operators import define_torchvision_operators
 
 define_torchvision_operators()
+# torch notes a traceback of all of pytest whenever it seeds a device that is not there: a quarter of what a
+# loader's worker takes.
+for device in (torch.cuda, torch.xpu, torch.mtia):
+    device.traceback = SimpleNamespace(format_stack=list)  # type: ignore[attr-defined]
 gc.disable()  # until all is collected, which leaves hardly any garbage
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
@@ -79,26 +87,50 @@ _LAST = (
 )
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Have each worker begin with other files: what one has compiled, which takes long, the others read."""
+    report = yield
+    worker = getattr(collector.config, "workerinput", None)
+    if worker and isinstance(collector, pytest.Directory):
+        found = report.result
+        at = len(found) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+        report.result = found[at:] + found[:at]
+    return report
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     folder = Path(__file__).parent
 
-    def rank(item: pytest.Item) -> tuple[int, int]:
-        path = item.path.relative_to(folder) if item.path.is_relative_to(folder) else item.path
+    @functools.cache
+    def rank(path: Path) -> tuple[int, int, str]:
+        path = path.relative_to(folder) if path.is_relative_to(folder) else path
         if str(path) in _FIRST:
-            return 0, _FIRST.index(str(path))
+            return 0, _FIRST.index(str(path)), ""
         if str(path) in _LAST:
-            return 2, _LAST.index(str(path))
-        return 1, _FOLDERS.index(path.parts[0]) if path.parts[0] in _FOLDERS else len(_FOLDERS)
+            return 2, _LAST.index(str(path)), ""
+        place = _FOLDERS.index(path.parts[0]) if path.parts[0] in _FOLDERS else len(_FOLDERS)
+        return 1, place, str(path)
 
-    items.sort(key=rank)
+    items.sort(key=lambda item: rank(item.path))
 
 
 def pytest_collection_finish() -> None:
     """Have the collector pass over the libraries, and forks over their page tables: both take long."""
+    _let_logs_reach_the_root()
     gc.collect()
     gc.freeze()
     gc.enable()
     use_large_pages()
+
+
+def _let_logs_reach_the_root() -> None:
+    """Loggers that do not reach the root, as torch's, get pytest's handlers six times a test."""
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 @pytest.fixture(scope="session", autouse=True)
