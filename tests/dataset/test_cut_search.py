@@ -720,6 +720,26 @@ class PutsTheGeneratorBack(Around):
         return picture, self.target_transform(torch.full((2,), index))
 
 
+class SeededCrop(Crop):
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+
+    def __call__(self, picture: torch.Tensor) -> torch.Tensor:
+        return picture + torch.randint(1000, (), generator=self.generator)
+
+
+class SeedsThoseOfAClass(Around):
+    """As MONAI's ImageDataset: it asks whether its chain can be seeded, which one in its place cannot."""
+
+    def __init__(self) -> None:
+        self.transform = SeededCrop()
+
+    def __getitem__(self, index: int) -> Any:
+        if isinstance(self.transform, SeededCrop):
+            self.transform.generator.manual_seed(index)
+        return self.transform(torch.full((2,), index))
+
+
 class TriesAgain(Around):
     def __getitem__(self, index: int) -> Any:
         whole = torch.full((2,), index)
@@ -768,6 +788,7 @@ class TriesUntilItIsRandom(Around):
         SeedsByIndex,
         DrawsASeed,
         PutsTheGeneratorBack,
+        SeedsThoseOfAClass,
         TriesAgain,
         TriesAgainAtTimes,
         Catches,

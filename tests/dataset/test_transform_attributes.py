@@ -36,6 +36,11 @@ def crop() -> Any:
     return v2.Compose([v2.Resize(20), v2.RandomCrop(12), v2.RandomHorizontalFlip()])
 
 
+def scaled_crop() -> Any:
+    """It takes no integers."""
+    return v2.Compose([v2.Normalize([128.0] * 3, [64.0] * 3), v2.Resize(20), v2.RandomCrop(12)])
+
+
 def frame(index: int, camera: int) -> torch.Tensor:
     return torch.randint(
         0, 255, (3, 24, 28), generator=torch.Generator().manual_seed(100 * camera + index)
@@ -77,6 +82,24 @@ class Named(Dataset[Any]):
         return self.training_tf(picture) if self.train else picture, index
 
 
+class InTurn(Named):
+    """Calls a chain with what another one has returned."""
+
+    def __getitem__(self, index: int) -> Any:
+        return self.tf(self.training_tf(frame(range(N)[index], 0)))
+
+
+class Opens(InTurn):
+    """The first one gets a name, and returns what is there by this name."""
+
+    def __getitem__(self, index: int) -> Any:
+        return self.tf(self.training_tf(str(range(N)[index] + 100)))
+
+
+def opened(name: str) -> torch.Tensor:
+    return frame(int(name) - 100, 1).float()
+
+
 class Views(Dataset[Any]):
     """Two views of each picture, as for contrastive learning."""
 
@@ -98,6 +121,8 @@ LIVE: dict[str, Callable[[], Dataset[Any]]] = {
     "a subset": lambda: Subset(Named(crop()), [5, 3, 8, 1, 0]),
     "one of two": lambda: Named(v2.Compose([v2.Resize(20), v2.RandomCrop(12)]), crop()),
     "two views": lambda: Views(crop()),
+    "in turn": lambda: InTurn(scaled_crop(), v2.ToDtype(torch.float32)),
+    "a name": lambda: Opens(scaled_crop(), v2.Lambda(opened)),
 }
 
 
@@ -107,7 +132,10 @@ LIVE: dict[str, Callable[[], Dataset[Any]]] = {
         itertools.product(LIVE, [0, 2]),
         *[
             (kind, 2)
-            for kind in ("LeRobot, one camera", "another name", "a subset", "one of two", "two views")
+            for kind in (
+                *("LeRobot, one camera", "another name", "a subset", "one of two", "two views"),
+                *("in turn", "a name"),
+            )
         ],
     ),
 )

@@ -1,7 +1,8 @@
 """What is known of each chain of a dataset: which of its transforms may be cached, and whether it can be cut.
 
 Each of a dataset's own chains is judged by :func:`hotset.split` on the values that it is really called with:
-samples are read with recorders in place of the chains. A chain stays whole, and is cached if all of it may
+samples are read with recorders in place of the chains, and with those chains that stay whole where they are
+called before it. A chain stays whole, and is cached if all of it may
 be, where the dataset calls it with keywords (if it is not albumentations'), processes its results further,
 accepts no recorder in its place, or may call it again or go on without it
 (:mod:`hotset.dataset.planning.call_sites`). A chain given as ``transform=`` is judged on whole samples, if
@@ -11,6 +12,7 @@ nothing before it is live.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -93,6 +95,7 @@ class ChainJudge:
         strict: whether what only a trial shows to be deterministic stays live.
         class_name: the dataset's, for messages.
         reads: the samples that were read, with what their chains were called with.
+        order: the numbers of the dataset's own chains, in the order in which it calls them.
     """
 
     def __init__(self, pipeline: Pipeline, strict: bool) -> None:
@@ -100,6 +103,12 @@ class ChainJudge:
         self.strict = strict
         self.class_name = type(pipeline.dataset).__name__
         self.reads = RecordedSamples(pipeline)
+        self._left: set[int] = set()  # chains that stay whole, and in their place while the others are judged
+        recorders = self.reads.recorders[0] if self.reads.recorders else []
+        called = {number: recorder.first_called for number, recorder in enumerate(recorders)}
+        self.order = sorted(
+            range(len(pipeline.attributes)), key=lambda number: called.get(number) or math.inf
+        )
 
     @property
     def sample(self) -> Any:
@@ -113,8 +122,19 @@ class ChainJudge:
             NotCacheable: see :meth:`keep_whole`.
             Exception: what the dataset or a transform raises on all samples.
         """
-        own = tuple(map(self._judge_own, range(len(self.pipeline.attributes))))
+        found: dict[int, ChainFindings] = {}
+        for number in self.order:
+            found[number] = self._judge_own(number)
+            if found[number].whole and found[number].calls and len(found) < len(self.order):
+                self._leave(number)
+        own = tuple(found[number] for number in range(len(found)))
         return Findings(own, self._judge_given(own))
+
+    def _leave(self, number: int) -> None:
+        """Read samples with this chain in its place: the others may be called with what it returns."""
+        if self.reads.refusal is None:
+            self._left.add(number)
+            self.reads = RecordedSamples(self.pipeline, self._left)
 
     def keep_all_whole(self, found: Findings) -> Findings:
         """Keep all of the dataset's own chains whole, as samples differ when they are cut.
@@ -282,7 +302,7 @@ class ChainJudge:
                     "hotset.cache instead, with what the dataset does around it."
                 )
         if any(alters_input(steps, value) for value in values) and any(
-            passes_shared_objects(self.pipeline, index)[number] for index in self.reads.indices
+            passes_shared_objects(self.pipeline, index, self._left)[number] for index in self.reads.indices
         ):
             name = self.pipeline.attributes[number].name
             raise NotCacheable(

@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from hotset.dataset.pipeline import ApplyAt, CannotBeCut, Chain, Cuts, Pipeline, Source, chain_of
+from hotset.dataset.planning.recorder import passes_shared_objects
 from hotset.dataset.transform_attributes import with_transforms
 from hotset.determinism.draws.rng import Generators
 from hotset.determinism.equality import same
@@ -38,9 +39,8 @@ def differs_when_cut(pipeline: Pipeline, cuts: Cuts, indices: Sequence[int]) -> 
         return False
     cut = replace(cut, prefix=(), live=live, calls={})
     chains = {  # what works in place must not change what the dataset holds
-        attribute.name: Chain(chain_of(attribute.chain), copies=True)
-        for attribute, own in zip(pipeline.attributes, cuts.own, strict=True)
-        if own.paths or own.in_place
+        pipeline.attributes[number].name: Chain(chain_of(pipeline.attributes[number].chain), copies=True)
+        for number in _get_what_is_held(pipeline, cuts, indices)
     }
     whole = Source(with_transforms(pipeline.dataset, chains), (), (), ())
     generators = Generators([pipeline.dataset])
@@ -59,6 +59,20 @@ def differs_when_cut(pipeline: Pipeline, cuts: Cuts, indices: Sequence[int]) -> 
     finally:
         generators.put(before)
     return False
+
+
+def _get_what_is_held(pipeline: Pipeline, cuts: Cuts, indices: Sequence[int]) -> list[int]:
+    """The numbers of the chains to be cut that may be called with objects that the dataset holds.
+
+    The others need no copies, and stay what they are: a dataset may ask for their class, to seed them.
+    """
+    cut = [number for number, own in enumerate(cuts.own) if own.paths or own.in_place]
+    left = {*range(len(cuts.own))} - {*cut}
+    try:
+        passed = [passes_shared_objects(pipeline, index, left) for index in indices]
+    except Exception:  # training may never ask for it
+        return cut
+    return [number for number in cut if any(each[number] for each in passed)]
 
 
 def _reading(source: Source, index: int, generators: Generators) -> tuple[Any, dict[str, Any]] | None:

@@ -219,7 +219,7 @@ class _CutSearch:
         if not cut:
             return own, Cuts(tuple(cuts), given)
         prefixes = [
-            None if count == UNUSED else () if each.whole else tuple(leaves(each.chain)[:count])
+            None if count == UNUSED or each.whole else tuple(leaves(each.chain)[:count])
             for each, count in zip(own, counts, strict=True)
         ]
         sample, recorders = recorded(self._pipeline, self._judge.reads.indices[0], prefixes)
@@ -260,8 +260,8 @@ def _rows(judge: ChainJudge, found: Findings, cuts: Cuts) -> tuple[Row, ...]:
     size = int(size_of(judge.sample)) if known else None
     rows = [Row(judge.class_name, "source", "the dataset", judge.reads.seconds or None, size, True)]
     deadline = time.perf_counter() + _LIVE_SECONDS
-    for findings, own in zip(found.own, cuts.own, strict=True):
-        rows += _rows_of(findings, own.cached, deadline)
+    for number in judge.order:
+        rows += _rows_of(found.own[number], cuts.own[number].cached, deadline)
     return (*rows, *_rows_of(found.given, cuts.given, deadline))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from hotset.dataset.chain_calls import SamplePath, places_of
@@ -81,7 +81,7 @@ class Recorder(Chain):
         self.inputs.append(named or (values[0] if len(values) == 1 else Values(values)))
         self.keywords.append(tuple(named))
         self.callers.append(call_sites(recorded.__code__))
-        output = super().__call__(*values, **named)
+        output = _as_new(super().__call__(*values, **named))
         self.outputs.append(output)
         self.digests.append(content_digests(output))
         self.seconds += (time.perf_counter_ns() - self.last_called) / 1e9
@@ -123,6 +123,11 @@ def recorded(
         read.follow()
 
 
+def _as_new(value: Any) -> Any:
+    """A string as another object: a copy is the same one, which the sample or another chain may get, too."""
+    return value[:1] + value[1:] if type(value) is str and len(value) > 1 else value
+
+
 def find_paths(sample: Any, recorder: Recorder) -> tuple[SamplePath, ...] | None:
     """The path of each of a chain's results in the sample; None unless each is there exactly once."""
     if recorder.irregular or not recorder.outputs or len(recorder.outputs) < len(recorder.inputs):
@@ -150,12 +155,15 @@ def find_paths(sample: Any, recorder: Recorder) -> tuple[SamplePath, ...] | None
     return paths if len(paths) == len(results) == len(set(paths)) else None
 
 
-def passes_shared_objects(pipeline: Pipeline, index: int) -> list[bool]:
+def passes_shared_objects(pipeline: Pipeline, index: int, left: Collection[int] = ()) -> list[bool]:
     """For each of a dataset's own chains, whether its input is also referred to by another object.
 
     ``__getitem__`` itself refers to the input while it runs, so the references are counted after it returned.
+
+    Args:
+        left: numbers of chains that stay where they are, and of which this is not known.
     """
-    _, recorders = recorded(pipeline, index, [()] * len(pipeline.attributes))
+    _, recorders = recorded(pipeline, index, _recorders_but(left, len(pipeline.attributes)))
     given: list[list[Any]] = []
     while recorders:
         recorder = recorders.pop(0)
@@ -170,6 +178,11 @@ def passes_shared_objects(pipeline: Pipeline, index: int) -> list[bool]:
     return [not owns_all(values) for values in given]
 
 
+def _recorders_but(left: Collection[int], count: int) -> list[tuple[()] | None]:
+    """For :func:`recorded`: a recorder in place of each of so many chains, except of those that are left."""
+    return [None if number in left else () for number in range(count)]
+
+
 class RecordedSamples:
     """A few samples of a dataset, read with recorders in place of its own chains.
 
@@ -177,6 +190,7 @@ class RecordedSamples:
 
     Args:
         pipeline: the dataset and its chains; nothing is read if there are none.
+        left: the numbers of those of its own chains that stay where they are, and are not recorded.
 
     Raises:
         Exception: what the dataset raises on all samples.
@@ -189,15 +203,14 @@ class RecordedSamples:
         seconds: the typical time of reading a sample, without its chains; 0.0 if none was read.
     """
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: Pipeline, left: Collection[int] = ()) -> None:
         self._pipeline = pipeline
         self.samples: list[Any] = []
         self.recorders: list[list[Recorder]] = []
         self.indices: list[int] = []
         self.refusal: Exception | None = None
         self._times: list[float] = []
-        # Reads leave a chain where it is for which there is None, and not a first part.
-        self._prefixes: list[tuple[()] | None] = [()] * len(pipeline.attributes)
+        self._prefixes = _recorders_but(left, len(pipeline.attributes))
         if pipeline.attributes or pipeline.given:
             self._read()
         self.seconds = self._typical_seconds()
@@ -221,9 +234,12 @@ class RecordedSamples:
             return
         assert error is not None
         # An attribute of another name may not be for the samples alone.
-        others = [attribute.name not in TRANSFORM_NAMES for attribute in self._pipeline.attributes]
-        if any(others) and None not in self._prefixes:
-            self._prefixes = [None if other else () for other in others]
+        named = [attribute.name in TRANSFORM_NAMES for attribute in self._pipeline.attributes]
+        only_named = [
+            prefix if is_named else None for prefix, is_named in zip(self._prefixes, named, strict=True)
+        ]
+        if only_named != self._prefixes:
+            self._prefixes = only_named
             self._read()
         else:
             self._read_without_recorders(failed, error)
