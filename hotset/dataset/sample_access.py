@@ -175,6 +175,8 @@ class SampleAccess:
             was_filled = uncached is not None
             drawing_before = store.filler.drawing if store is not None else 0
             if uncached is None:
+                if store is not None:
+                    store.filler.expect_batches(len(ids))
                 uncached = self._fill_or_note(ids, failed)
             left = np.array(
                 [place for place, sample in enumerate(ids.tolist()) if sample not in uncached], int

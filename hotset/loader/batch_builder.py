@@ -97,6 +97,8 @@ class BatchBuilder:
         assert access is not None
         store = access.store
         before = store.filler.reads if store is not None else 0
+        if store is not None:
+            store.filler.expect_batches(len(ids))
         # Large samples that were just read are collated as they are: their records' pages are not mapped yet.
         # Small ones share pages, and to gather them takes less time than to collate them.
         records, uncached = access.receive(ids, keep=store is None or store.schema.stride > _SMALL)

@@ -5,8 +5,8 @@ one slot. Inside its extent a process takes rows and lines without a lock. An ex
 
 1. checked against the cache's own limit (the live word ``LIMIT``), to the byte, and against the budget that
    it may share with other caches (a session's);
-2. checked against what the machine and every enclosing control group still have: where a touched page exceeds
-   a control group's limit, the kernel kills the process;
+2. checked against what the machine and every enclosing control group still have, less what a loader's batches
+   may take: where a touched page exceeds a control group's limit, the kernel kills the process;
 3. reserved with ``posix_fallocate``, so that a full tmpfs or disk is an error here and not SIGBUS later;
 4. only then entered in the shared words, so that a process killed in between has taken nothing.
 
@@ -25,6 +25,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from hotset.store import memory_limits
@@ -100,6 +101,7 @@ class Allocator:
     Attributes:
         knob: the argument by which the user set the limit.
         allowance: the budget that it shares with other caches; None if it shares none.
+        in_flight: bytes that a loader's batches may take at a time; memory keeps room for them.
         why_full: a sentence that says why room was last refused; None if it never was.
         notes: sentences for the user; the caller that shows them removes them.
     """
@@ -108,7 +110,7 @@ class Allocator:
         self, participant: Participant, free: Callable[[], memory_limits.Headroom] | None = None
     ) -> None:
         self._participant = participant
-        self._free = free or (lambda: memory_limits.headroom())
+        self._free = free or self._free_memory
         self._segment = participant.segment
         self._geometry = geometry = participant.segment.geometry
         self._rows = _Region(Slot.ROW_NEXT, Live.ROWS_NEXT, geometry.rows_at, geometry.stride, geometry.rows)
@@ -118,8 +120,14 @@ class Allocator:
         self._affordable = 0
         self.knob = "`memory=`"
         self.allowance: Allowance | None = None
+        self.in_flight = 0
         self.why_full: str | None = None
         self.notes: list[str] = []
+
+    def _free_memory(self) -> memory_limits.Headroom:
+        """What memory has left, when the batches in flight have taken theirs."""
+        free = memory_limits.headroom()
+        return replace(free, bytes=max(free.bytes - self.in_flight, 0))
 
     @property
     def is_full(self) -> bool:

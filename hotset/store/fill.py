@@ -136,8 +136,13 @@ class Filler:
         self._at_once = 1
         self._seconds = 0.0  # mean time that a sample took this process to read, 0 until known
         self._bytes = schema.stride  # of the largest record of the last chunk
+        self._in_flight = 0  # samples of a loader's batches that are in memory at a time
         # For each claimant that was waited for: how many records it had published, and since when.
         self._waits: dict[int, tuple[int, float]] = {}
+
+    def expect_batches(self, samples: int) -> None:
+        """Leave room in memory for a loader's batches, of so many samples each."""
+        self._in_flight = max(self._in_flight, samples * _batches_in_flight())
 
     def fill(self, ids: Ids, read: Read, keep: bool) -> dict[int, Any]:
         """See :meth:`hotset.store.store.Store.fill`."""
@@ -342,6 +347,8 @@ class Filler:
         tails = [prepared.tail_lines for _, prepared in fitting]
         if fitting:
             self._bytes = self._schema.stride + max(tails) * fmt.LINE
+            in_flight = self._in_flight * self._bytes
+            self._allocator.in_flight = max(self._allocator.in_flight, in_flight)
         while fitting and (written := self._write(fitting, tails)):
             stored.update(sample for sample, _ in fitting[:written])
             del fitting[:written], tails[:written]
@@ -451,6 +458,16 @@ class Filler:
             if now - since > patience:
                 stuck.append(word)
         return stuck
+
+
+def _batches_in_flight() -> int:
+    """How many batches a loader's workers and their consumer may have in memory at a time.
+
+    torch asks each worker for two. The one that a worker is making is there twice: its samples, and collated.
+    The consumer has one while it gets the next.
+    """
+    worker = get_worker_info()
+    return 2 + (3 * worker.num_workers if worker is not None else 0)
 
 
 def _without(ids: Ids, some: Ids) -> Ids:

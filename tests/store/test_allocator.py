@@ -547,17 +547,18 @@ def test_a_control_group_too_small_for_the_data_and_a_large_index_kills_nobody()
 
 
 @pytest.mark.parametrize(
-    ("workers", "kib", "batch"),
+    ("workers", "kib", "batch", "size"),
     [
-        pytest.param(0, 128, 16, marks=pytest.mark.chaos),
-        (2, 128, 16),
-        pytest.param(2, 256, 32, marks=pytest.mark.chaos),
+        pytest.param(0, 128, 16, 480, marks=pytest.mark.chaos),
+        pytest.param(2, 128, 16, 480, marks=pytest.mark.chaos),
+        pytest.param(2, 256, 32, 480, marks=pytest.mark.chaos),
+        (2, 1024, 32, 700),  # batches in flight take more than the margin
     ],
 )
 def test_a_loader_in_a_control_group_too_small_for_the_data_goes_on_with_one_warning(
-    workers: int, kib: int, batch: int
+    workers: int, kib: int, batch: int, size: int
 ) -> None:
-    with control_group(480 * MIB + TORCHS_OWN) as group:
+    with control_group(size * MIB + TORCHS_OWN) as group:
         out = run_in(group, _CACHE, WORKERS=workers, KIB=kib, BATCH=batch)
         cached, warned, said = out.split("|", 2)
         assert oom_kills(group) == 0
