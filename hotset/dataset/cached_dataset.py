@@ -23,7 +23,7 @@ from typing import Any, SupportsIndex, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, MapDataPipe, Subset
 
 from hotset._warnings import printable
 from hotset.dataset.arguments import CacheArguments
@@ -34,6 +34,7 @@ from hotset.dataset.pipeline import SampleStopped, stopped
 from hotset.dataset.plan import Plan
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.stats import Stats
+from hotset.determinism.objects.safe_access import has
 from hotset.errors import ArgumentError, SegmentError
 from hotset.store.claims import Ids
 from hotset.store.format import DESTROYED, Live
@@ -46,14 +47,19 @@ __all__ = [
 
 T = TypeVar("T")
 
+# What programs take apart where they find one (`subset.dataset`), and would read past the cache then, and what
+# torch's loader treats otherwise.
+_TAKEN_APART = (Subset, ConcatDataset, IterableDataset, MapDataPipe)
+
 
 class CachedDataset(DatasetProxy[T]):
     """A dataset whose samples are cached; made by :func:`cache`.
 
     It can be used wherever the dataset itself could: with any DataLoader, in ``Subset`` and
-    ``ConcatDataset``, in forked and spawned workers. Attributes that it does not have itself are those of the
-    dataset (``cached.classes``). They can be set, too: ``cached.transform = t`` is ``dataset.transform = t``,
-    and the samples are cached anew.
+    ``ConcatDataset``, in forked and spawned workers. It is an instance of the dataset's class, too, for
+    ``isinstance``, unless something else is in that class to be taken out of it (a ``Subset``). Attributes
+    that it does not have itself are those of the dataset (``cached.classes``). They can be set, too:
+    ``cached.transform = t`` is ``dataset.transform = t``, and the samples are cached anew.
 
     ``cached[index]`` is what ``dataset[index]`` is for every index. Integers go through the cache; slices,
     lists and all other indices are passed to the dataset. So are ``for sample in cached`` and ``x in cached``
@@ -84,6 +90,16 @@ class CachedDataset(DatasetProxy[T]):
 
     def _attribute_was_set(self, name: str) -> None:
         self._cache.attribute_was_set(name)
+
+    @property  # type: ignore[misc] # object's own can be set
+    def __class__(self) -> type[Any]:
+        """What ``isinstance`` also looks at: the dataset's class, as programs and libraries ask for it.
+
+        A dataset that has an attribute ``dataset`` of its own is taken apart, too, and by the wrong one.
+        """
+        kind = type(self.__dict__.get("_dataset"))
+        stands_in = issubclass(kind, Dataset) and not issubclass(kind, _TAKEN_APART)
+        return kind if stands_in and not has(self._dataset, "dataset") else type(self)
 
     @property
     def plan(self) -> Plan:
@@ -279,7 +295,13 @@ class CachedDataset(DatasetProxy[T]):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         self._cache.as_pass_begins()  # torch's loader pickles it for its workers before it asks for len()
-        return super().__reduce_ex__(protocol)
+        reduced: Any = super().__reduce_ex__(protocol)
+        return _blank, (type(self),), reduced[2]
+
+
+def _blank(kind: type[CachedDataset[Any]]) -> CachedDataset[Any]:
+    """A cached dataset without its state. Pickle itself makes one only where ``__class__`` is its type."""
+    return kind.__new__(kind)
 
 
 class _ByIndex:

@@ -6,10 +6,13 @@ Two independent comparisons have to agree: the library's own
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import gc
 import io
 import itertools
+import pickle
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -375,6 +378,60 @@ def test_it_is_a_torch_dataset_and_a_context_manager() -> None:
         assert isinstance(cached, Dataset)
         assert isinstance(cached, hotset.CachedDataset)
         assert len(cached) == N
+
+
+class Wrapped(Dataset[Any]):
+    """What samplers and others look through, for the dataset within."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+
+@functools.singledispatch
+def labels(dataset: Any) -> str:
+    """As samplers that balance classes find them: by the dataset's class."""
+    return "unknown"
+
+
+@labels.register
+def _(dataset: Samples) -> str:
+    return f"of {len(dataset)} samples"
+
+
+@pytest.mark.parametrize(
+    "again",
+    [lambda it: it, copy.copy, lambda it: pickle.loads(pickle.dumps(it))],
+    ids=["itself", "a copy", "pickled"],
+)
+def test_programs_that_ask_for_the_datasets_class_find_it(again: Callable[[Any], Any]) -> None:
+    with hotset.cache(Samples(image_and_label, N)) as cached, contextlib.closing(again(cached)) as one:
+        assert isinstance(one, Samples)
+        assert not isinstance(one, Wrapped)
+        assert labels(one) == f"of {N} samples"
+        assert type(one) is hotset.CachedDataset
+        assert same(one[3], Samples(image_and_label, N)[3]) is None
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Subset(Samples(image_and_label, N), range(4)),
+        ConcatDataset([Samples(image_and_label, N), Samples(image_and_label, N)]),
+        Wrapped(Samples(image_and_label, N)),
+        [image_and_label(index) for index in range(N)],
+    ],
+    ids=lambda dataset: type(dataset).__name__,
+)
+def test_what_programs_take_apart_is_not_found_as_they_would_read_past_the_cache(dataset: Any) -> None:
+    with hotset.cache(dataset) as cached:
+        assert not isinstance(cached, type(dataset))
+        assert isinstance(cached, hotset.CachedDataset)
 
 
 def test_a_cache_that_is_dropped_without_close_frees_its_memory() -> None:
