@@ -33,7 +33,7 @@ from hotset.dataset.planning.recorder import recorded
 from hotset.determinism.aliasing import copied
 from hotset.determinism.chain import applied, leaves
 from hotset.determinism.draws.rng import Generators
-from hotset.determinism.equality import same
+from hotset.determinism.equality import differs
 from hotset.determinism.verdict import name_of
 from hotset.store.format import PRESENT
 from hotset.store.store import Store
@@ -110,7 +110,7 @@ class Audit:
             self._generators = Generators(self._source.read_parts)
         held, states = _held(self._source, HeldAttributes.near), self._generators.states()
         try:
-            found = same(cached, self._source.read(index), across=True)
+            found = differs(cached, self._source.read(index), across=True)
             if not found:
                 return None
             return (
@@ -163,7 +163,7 @@ def first_difference(source: Source, store: Store) -> str | None:
             if copies is None:
                 continue
             try:
-                found = same(copies[0], source.read(sample_id), across=True)
+                found = differs(copies[0], source.read(sample_id), across=True)
             except Exception:  # a sample that cannot be read now may be unchanged
                 continue
             if found:
@@ -199,7 +199,7 @@ def why_it_differs(source: Source, index: int) -> str:
         if found is not None:
             return f"{found} returns another output each time"
     sample = source.dataset[index]
-    if any(same(sample, source.dataset[index]) for _ in range(_REPEATS)):
+    if any(differs(sample, source.dataset[index]) for _ in range(_REPEATS)):
         return f"{type(source.dataset).__name__} returns another sample each time"
     found = _random_one(leaves(source.prefix), sample)
     if found is not None:
@@ -215,7 +215,7 @@ def _random_one(steps: Sequence[Any], value: Any) -> str | None:
     """The name of the first of these transforms that does not return the same output again."""
     for step in steps:
         output = applied(step, copied(value))
-        if any(same(output, applied(step, copied(value))) for _ in range(_REPEATS)):
+        if any(differs(output, applied(step, copied(value))) for _ in range(_REPEATS)):
             return name_of(step)
         value = output
     return None

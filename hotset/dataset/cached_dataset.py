@@ -47,7 +47,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-# What programs take apart where they find one (`subset.dataset`), and would read past the cache then, and what
+# What programs take apart where they find one (`subset.dataset`), which would read past the cache, and what
 # torch's loader treats otherwise.
 _TAKEN_APART = (Subset, ConcatDataset, IterableDataset, MapDataPipe)
 

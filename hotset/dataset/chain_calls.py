@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from hotset.determinism.aliasing import copied
-from hotset.determinism.equality import same
+from hotset.determinism.equality import differs
 from hotset.determinism.objects.safe_access import loaded_class
 
 __all__ = ["ChainCall", "Made", "Result", "SamplePath", "are_at", "note", "noted", "places_of", "value_at"]
@@ -47,8 +47,8 @@ class Result:
     def is_unchanged(self) -> bool:
         """Whether it has the content that it had."""
         if self._before is None:
-            return same(self._copy, self.value) is None
-        return same(self._before, self._look(self.value)) is None
+            return differs(self._copy, self.value) is None
+        return differs(self._before, self._look(self.value)) is None
 
 
 # The results of all calls of each chain, in order.

@@ -17,7 +17,7 @@ from hotset.determinism.aliasing import copied
 from hotset.determinism.batch_transform import BatchTransform
 from hotset.determinism.batched import Batched
 from hotset.determinism.declare import declared
-from hotset.determinism.equality import same
+from hotset.determinism.equality import differs
 from hotset.errors import NotCacheable
 
 __all__ = ["mixed_rows", "try_together"]
@@ -64,7 +64,7 @@ def mixed_rows(step: BatchTransform, rows: list[Any], alone: list[Any]) -> str |
             together = step.many(copied(batch))
         except Exception as error:  # it may be made for batches of another size
             return f"a batch of {len(rows)} rows raised {type(error).__name__}"
-        found = same(together, alone if batch is rows else alone[::-1])
+        found = differs(together, alone if batch is rows else alone[::-1])
         if found is not None:
             return f"its result for a row depends on the other rows of the batch ({found})"
     return None
@@ -82,7 +82,7 @@ def _same_but_for_rounding(one: Any, other: Any) -> bool:
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray) and one.dtype.kind in "biufc":
         return _same_but_for_rounding(torch.from_numpy(one.copy()), torch.from_numpy(other.copy()))
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
-        return same(one, other) is None
+        return differs(one, other) is None
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if not (one.is_floating_point() and one.numel()):

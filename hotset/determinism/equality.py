@@ -1,8 +1,8 @@
 """When two samples are *indistinguishable*: the meaning of "a hit equals a miss", in one function.
 
 ``==`` does not test that: it calls 1 and True equal, NaN unequal to itself, -0.0 equal to 0.0, and ignores
-dtypes and attributes that a subclass adds. So :func:`same` goes down both trees together and compares of each
-pair of nodes, in this order: their exact types, their own content (dtype, shape, bytes, keys), and their
+dtypes and attributes that a subclass adds. So :func:`differs` goes down both trees together and compares of
+each pair of nodes, in this order: their exact types, their own content (dtype, shape, bytes, keys), and their
 children.
 
 ======================  ======================================================================
@@ -49,7 +49,7 @@ from hotset.determinism.objects.safe_access import is_a, loaded_class, shown
 from hotset.store.leaves.codecs import given_codec
 from hotset.store.leaves.instances import solid_base
 
-__all__ = ["array_bytes", "content_digests", "integers_of", "same"]
+__all__ = ["array_bytes", "content_digests", "differs", "integers_of"]
 
 Array = npt.NDArray[Any]
 # Compared by their own ==, not by their parts. A path fills its attributes as they are read.
@@ -65,7 +65,7 @@ _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 60
 
 
-def same(a: object, b: object, *, across: bool = False) -> str | None:
+def differs(a: object, b: object, *, across: bool = False) -> str | None:
     """Return None if two samples cannot be told apart, otherwise a phrase: where and how they differ.
 
     It compares exact types, the tree, keys in order, dtypes, shapes and bytes (a NaN equals the same NaN,
@@ -79,9 +79,9 @@ def same(a: object, b: object, *, across: bool = False) -> str | None:
             into a MetaTensor for each transform that the tensor went through.)
 
     Example:
-        >>> same({"x": 1.0}, {"x": 1})
+        >>> differs({"x": 1.0}, {"x": 1})
         "at ['x']: type float and type int"
-        >>> same([float("nan")], [float("nan")]) is None
+        >>> differs([float("nan")], [float("nan")]) is None
         True
     """
     try:
@@ -94,7 +94,7 @@ def content_digests(sample: object) -> dict[str, bytes]:
     """Return a digest of every tensor, array, image, number and text in ``sample``, by its place in the tree.
 
     A source may change an object that it has returned before, and return it again. Two readings are then one
-    object, in which :func:`same` finds no difference; digests taken before the second reading show it. There
+    object, in which :func:`differs` finds nothing; digests taken before the second reading show it. There
     are none of a sample that is nested too deeply to be walked through.
     """
     try:
@@ -174,7 +174,7 @@ def _described_alike(a: object, b: object, across: bool) -> bool:
     if codec is None:
         return False
     try:
-        return same(codec.flatten(a), codec.flatten(b), across=across) is None
+        return differs(codec.flatten(a), codec.flatten(b), across=across) is None
     except Exception:  # raised by the user's function: the cache says so when it stores the sample
         return False
 
@@ -217,7 +217,7 @@ def _pickled_alike(a: object, b: object) -> bool:
     if is_a(a, (Iterator, torch.Generator)):
         return False
     try:
-        return same(_reduced(a), _reduced(b)) is None
+        return differs(_reduced(a), _reduced(b)) is None
     except Exception:  # it cannot be pickled, or only by itself (a RecursionError)
         return False
 

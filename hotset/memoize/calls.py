@@ -45,7 +45,7 @@ from hotset.determinism.argument_key import (
 )
 from hotset.determinism.draws.draw_watch import DrawWatch
 from hotset.determinism.draws.rng import Generators
-from hotset.determinism.equality import same
+from hotset.determinism.equality import differs
 from hotset.errors import ArgumentError
 from hotset.memoize.function_description import FunctionDescription
 from hotset.memoize.memo_store import MemoStats, MemoStore, open_store, stats_of
@@ -441,18 +441,18 @@ class Calls:
             computed = compute()
             if isinstance(computed, Unfilled):
                 computed = computed.filled()
-            differs = same(value, computed, across=True)
+            found = differs(value, computed, across=True)
         except Exception:
             return value  # what it raises now, it would not have raised then
         finally:
             self._generators.put(before)
             self._audit_budget.spend(time.monotonic() - begun)
-        if differs is None:
+        if found is None:
             return value
         if state.store.keys.set_flag(state.number, WRONG):
             state.store.forget(state.number)
             warn(
-                f"{self.name} returned something else than what was kept ({differs}), so it is computed at "
+                f"{self.name} returned something else than what was kept ({found}), so it is computed at "
                 "each call from now on: it depends on more than its arguments and their files. Give it those "
                 "as arguments, or do not memoise it."
             )

@@ -1,7 +1,7 @@
 """A hit is indistinguishable from a miss: every kind of leaf in every kind of container.
 
-Two independent comparisons have to agree: the library's own
-``hotset.determinism.equality.same`` and the tests' ``difference``, which looks at strides and byte order too.
+Two independent comparisons have to agree: the library's own ``hotset.determinism.equality.differs``, and
+the tests' ``difference``, which looks at strides and byte order too.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ from sources import Batched, Counting, ReadLog, Samples, SeedsItself
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 import hotset
-from hotset.determinism.equality import same
+from hotset.determinism.equality import differs
 
 N = 24
 
 
 def indistinguishable(got: Any, expected: Any, where: str = "sample") -> None:
     equal_batches(got, expected, where)
-    assert same(got, expected) is None, f"{where}: {same(got, expected)}"
+    assert differs(got, expected) is None, f"{where}: {differs(got, expected)}"
 
 
 def served_right(source: Dataset[Any], make: Callable[[int], Any], n: int = N) -> int:
@@ -415,7 +415,7 @@ def test_programs_that_ask_for_the_datasets_class_find_it(again: Callable[[Any],
         assert not isinstance(one, Wrapped)
         assert labels(one) == f"of {N} samples"
         assert type(one) is hotset.CachedDataset
-        assert same(one[3], Samples(image_and_label, N)[3]) is None
+        assert differs(one[3], Samples(image_and_label, N)[3]) is None
 
 
 @pytest.mark.parametrize(

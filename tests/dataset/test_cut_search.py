@@ -27,7 +27,7 @@ from sources import FolderLike, ReadLog, Samples, Transformed
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, Subset
 
 import hotset
-from hotset.determinism.equality import same
+from hotset.determinism.equality import differs
 from hotset.policy.cut_point import cheapest_cut, cost_of_cut
 
 N = 12
@@ -1126,7 +1126,7 @@ def test_rare_samples_for_which_a_dataset_treats_its_chain_otherwise_are_right(
 
     with recorded() as told, hotset.cache(kind(), memory="1MiB") as cached:
         assert cached.plan.live
-        assert same(read(cached, hotset.DataLoader), read(kind(), DataLoader)) is None
+        assert differs(read(cached, hotset.DataLoader), read(kind(), DataLoader)) is None
         assert cached.stats().cached == 19 * N + N - 20
     sentences = [str(each.message) for each in told]
     if not workers:  # each of which has met too few of them to speak of it
@@ -1174,7 +1174,7 @@ def test_two_views_of_a_picture_that_the_dataset_keeps_are_right_and_it_is_not_m
     dataset, plain = HoldsPictures(raises=raises), HoldsPictures(raises=raises)
     with recorded(), hotset.cache(dataset, memory="1MiB") as cached:
         for _ in range(2):
-            assert same(read(cached), read(plain)) is None
+            assert differs(read(cached), read(plain)) is None
         assert cached.stats().cached == N - 1
     assert not any(picture.readonly for picture in dataset.pictures)
 
@@ -1230,7 +1230,7 @@ class GivesItsOwn(Processes):
 def test_tensors_that_a_cut_chain_returned_can_be_resized() -> None:
     dataset = GivesItsOwn()
     with hotset.cache(dataset, memory="1MiB") as cached:
-        assert same([cached[3], cached[3]], [dataset.tensors[3]] * 2, across=True)
+        assert differs([cached[3], cached[3]], [dataset.tensors[3]] * 2, across=True)
         assert dataset.tensors[3].resize_(4).shape == (4,)
 
 

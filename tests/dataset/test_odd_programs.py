@@ -28,7 +28,7 @@ from torch.utils.data import (
 )
 
 import hotset
-from hotset.determinism.equality import same
+from hotset.determinism.equality import differs
 
 N = 18
 
@@ -273,7 +273,7 @@ def test_what_a_program_gets_is_what_it_gets_without_a_cache(
     with recorded(), hotset.cache(program.make(tmp_path), memory="4MiB") as cached:
         found = epochs(kind, program, cached, workers)
         assert cached.check() == []
-    assert same(found, expected, across=True) is None
+    assert differs(found, expected, across=True) is None
 
 
 def test_a_working_folder_that_was_removed_is_none_of_the_caches_business(
@@ -323,7 +323,7 @@ def test_a_dataset_is_iterated_over_and_asked_as_its_class_says(make: Callable[[
         return [found, 5 in dataset if make is not Holds else "all" in dataset]
 
     with recorded(), hotset.cache(make(), memory="1MiB") as cached:
-        assert same(asked(cached), asked(make())) is None
+        assert differs(asked(cached), asked(make())) is None
 
 
 def test_with_a_transform_it_is_iterated_over_by_index() -> None:

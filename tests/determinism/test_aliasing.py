@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 import hotset
 from hotset.dataset import audit
-from hotset.determinism.equality import same
+from hotset.determinism.equality import differs
 
 N = 12
 # Without room is one of the cases.
@@ -111,7 +111,7 @@ def epochs(cached: Any, workers: int) -> list[list[Any]]:
 def assert_all_same(found: list[Any], expected: list[Any]) -> None:
     assert len(found) >= N - 2  # a window's residents
     for one, other in zip(found, expected, strict=False):
-        assert same(one, other) is None, same(one, other)
+        assert differs(one, other) is None, differs(one, other)
 
 
 ROOM: dict[str, dict[str, Any]] = {
@@ -460,7 +460,7 @@ def test_where_few_samples_are_changed_in_place_all_epochs_equal_the_first_until
     monkeypatch.setattr("hotset.dataset.audit_budget._KEPT_SECONDS", 1e9)
     with hotset.cache(HalvesItsOwn(HALVED[kind], {18, 19}), memory="1MiB") as cached, recorded() as told:
         assert_all_same([cached[index] for index in range(40)], first)
-        assert same(cached[18], first[18]) is not None  # from the dataset, which has changed it
+        assert differs(cached[18], first[18]) is not None  # from the dataset, which has changed it
     [sentence] = [str(one.message) for one in told]
     assert "sample 18 differs from what was cached" in sentence
 

@@ -1,4 +1,4 @@
-"""``same`` sees every difference that a training run could see, says where it is, and sees nothing else."""
+"""``differs`` sees what a training run could see of a difference, says where it is, and sees nothing else."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch
 from helpers import difference, rarely
 from PIL import Image
 
-from hotset.determinism.equality import content_digests, same
+from hotset.determinism.equality import content_digests, differs
 
 PURE = [
     make
@@ -72,8 +72,8 @@ def masked(mask: list[int]) -> Any:
 
 def test_a_sample_made_twice_is_the_same_and_another_one_is_not() -> None:
     for make in PURE:
-        assert same(make(3), make(3)) is None, make.__name__
-        assert (same(make(3), make(5)) is None) == (difference(make(3), make(5)) is None), make.__name__
+        assert differs(make(3), make(3)) is None, make.__name__
+        assert (differs(make(3), make(5)) is None) == (difference(make(3), make(5)) is None), make.__name__
 
 
 @pytest.mark.parametrize(
@@ -82,19 +82,19 @@ def test_a_sample_made_twice_is_the_same_and_another_one_is_not() -> None:
 )
 def test_subclasses_of_tensors_and_images_are_compared_with_their_attributes(make: str) -> None:
     subclasses = pytest.importorskip("subclasses")
-    assert same(getattr(subclasses, make)(3), getattr(subclasses, make)(3)) is None
-    assert same(getattr(subclasses, make)(3), getattr(subclasses, make)(5)) is not None
+    assert differs(getattr(subclasses, make)(3), getattr(subclasses, make)(3)) is None
+    assert differs(getattr(subclasses, make)(3), getattr(subclasses, make)(5)) is not None
 
 
 def test_attributes_of_a_tensor_subclass_count() -> None:
     subclasses = pytest.importorskip("subclasses")
     left, right = subclasses.meta_tensors(1), subclasses.meta_tensors(1)
     right["image"].meta["affine"][0, 0] = 9
-    assert "affine" in str(same(left, right))
+    assert "affine" in str(differs(left, right))
     assert "canvas_size" in str(
-        same(subclasses.boxes_that_vary(4), _on_canvas(subclasses.boxes_that_vary(4)))
+        differs(subclasses.boxes_that_vary(4), _on_canvas(subclasses.boxes_that_vary(4)))
     )
-    assert same(subclasses.boxes_that_vary(4), torch.Tensor(subclasses.boxes_that_vary(4))) is not None
+    assert differs(subclasses.boxes_that_vary(4), torch.Tensor(subclasses.boxes_that_vary(4))) is not None
 
 
 def _on_canvas(boxes: Any) -> Any:
@@ -160,49 +160,49 @@ DIFFERENT: list[tuple[Any, Any, str]] = [
 
 def test_a_difference_is_seen_both_ways_and_the_phrase_says_where() -> None:
     for a, b, phrase in DIFFERENT:
-        assert phrase in str(same(a, b))
-        assert same(b, a) is not None, phrase
-        assert same(a, copy.deepcopy(a)) is None, phrase
-        assert same(b, copy.deepcopy(b)) is None, phrase
-        assert str(same({"x": (0, a)}, {"x": (0, b)})).startswith("at ['x'][1]")
+        assert phrase in str(differs(a, b))
+        assert differs(b, a) is not None, phrase
+        assert differs(a, copy.deepcopy(a)) is None, phrase
+        assert differs(b, copy.deepcopy(b)) is None, phrase
+        assert str(differs({"x": (0, a)}, {"x": (0, b)})).startswith("at ['x'][1]")
 
 
 def test_a_palette_and_an_images_info_count() -> None:
     left = Image.new("P", (2, 2))
     left.putpalette([1, 2, 3] * 256)
     right = left.copy()
-    assert same(left, right) is None
+    assert differs(left, right) is None
     right.putpalette([3, 2, 1] * 256)
-    assert same(left, right) == "palette"
+    assert differs(left, right) == "palette"
     right = left.copy()
     right.info["transparency"] = 3
-    assert same(left, right) == "at .info: keys [] and ['transparency']"
+    assert differs(left, right) == "at .info: keys [] and ['transparency']"
 
 
 def test_an_image_file_read_twice_is_the_same_whether_loaded_or_not(tmp_path: Path) -> None:
     Image.effect_noise((8, 8), 50).save(tmp_path / "noise.png")
     with Image.open(tmp_path / "noise.png") as left, Image.open(tmp_path / "noise.png") as right:
         left.load()
-        assert same(left, right) is None
+        assert differs(left, right) is None
 
 
 def test_bytes_that_are_not_content_do_not_count() -> None:
     padded = np.dtype({"names": ["a", "b"], "formats": ["u1", "i8"], "offsets": [0, 8]})
     left, right = np.zeros(3, padded), np.zeros(3, padded)
     right.view(np.uint8).reshape(3, 16)[:, 1:8] = 99  # between the fields
-    assert same(left, right) is None
+    assert differs(left, right) is None
     if np.finfo(np.longdouble).nmant == 63:
         extended, other = np.ones(2, np.longdouble), np.ones(2, np.longdouble)
         other.view(np.uint8).reshape(2, 16)[:, 10:] = 99
-        assert same(extended, other) is None
-        assert same(extended, extended * 2) == "values (2 of 2, first at [0])"
+        assert differs(extended, other) is None
+        assert differs(extended, extended * 2) == "values (2 of 2, first at [0])"
 
 
 def test_gaps_between_the_elements_of_a_view_do_not_count() -> None:
     base = torch.arange(20)
-    assert same(base[::2], base[::2].clone()) is None
-    assert same(np.arange(20)[::2], np.arange(20)[::2].copy()) is None
-    assert same(torch.arange(5).expand(3, 5), torch.arange(5).expand(3, 5).contiguous()) is None
+    assert differs(base[::2], base[::2].clone()) is None
+    assert differs(np.arange(20)[::2], np.arange(20)[::2].copy()) is None
+    assert differs(torch.arange(5).expand(3, 5), torch.arange(5).expand(3, 5).contiguous()) is None
 
 
 def test_nan_equals_nan_wherever_it_is() -> None:
@@ -210,9 +210,9 @@ def test_nan_equals_nan_wherever_it_is() -> None:
         return math.inf - math.inf
 
     for make in (float, np.float16, torch.tensor, lambda x: np.array([x]), lambda x: {"x": [x]}):
-        assert same(make(math.nan), make(math.nan)) is None
-    assert same({new(): 1}, {new(): 1}) is None
-    assert same({new(): 1}, {1.0: 1}) is not None
+        assert differs(make(math.nan), make(math.nan)) is None
+    assert differs({new(): 1}, {new(): 1}) is None
+    assert differs({new(): 1}, {1.0: 1}) is not None
 
 
 def test_undefined_bytes_of_long_doubles_are_no_change() -> None:
@@ -227,9 +227,9 @@ def test_bools_are_compared_by_their_truth() -> None:
     bools = np.asarray(Image.fromarray(np.eye(3, dtype=np.uint8) * 255).convert("1"))
     assert bools.view(np.uint8).max() == 255, "as Pillow makes them"
     tensor = torch.tensor(bools)
-    assert same(bools, bools != 0) is None
-    assert same(tensor, torch.eye(3, dtype=torch.bool)) is None
-    assert same(tensor, ~tensor) is not None
+    assert differs(bools, bools != 0) is None
+    assert differs(tensor, torch.eye(3, dtype=torch.bool)) is None
+    assert differs(tensor, ~tensor) is not None
     assert content_digests(tensor) == content_digests(torch.eye(3, dtype=torch.bool))
 
 
@@ -237,7 +237,7 @@ def test_a_class_that_is_made_anew_is_named_so() -> None:
     def point() -> Any:
         return namedtuple("Local", "x y")(1, 2)
 
-    assert "made anew each time" in str(same(point(), point()))
+    assert "made anew each time" in str(differs(point(), point()))
 
 
 def test_what_is_nested_too_deeply_is_not_taken_for_equal() -> None:
@@ -247,15 +247,15 @@ def test_what_is_nested_too_deeply_is_not_taken_for_equal() -> None:
             value = [value]
         return value
 
-    assert same(nested(), nested()) == "nested too deeply to be compared"
+    assert differs(nested(), nested()) == "nested too deeply to be compared"
     assert content_digests(nested()) == {}
 
 
 def test_decimals_are_compared_by_their_digits() -> None:
     for text in ("NaN", "-0", "1.10", "Infinity"):
-        assert same(decimal.Decimal(text), decimal.Decimal(text)) is None
+        assert differs(decimal.Decimal(text), decimal.Decimal(text)) is None
     for one, other in (("-0", "0"), ("1.10", "1.1"), ("NaN", "sNaN")):
-        assert same(decimal.Decimal(one), decimal.Decimal(other)) is not None
+        assert differs(decimal.Decimal(one), decimal.Decimal(other)) is not None
 
 
 def test_a_masked_array_does_not_change_as_its_fill_value_is_first_asked_for() -> None:
@@ -264,16 +264,16 @@ def test_a_masked_array_does_not_change_as_its_fill_value_is_first_asked_for() -
 
     asked = make()
     assert asked.fill_value == 999999
-    assert same(asked, make()) is None
-    assert same(make(7), make()) is not None
-    assert same(make(), np.ma.masked_array([1, 2], mask=[True, False])) is not None
+    assert differs(asked, make()) is None
+    assert differs(make(7), make()) is not None
+    assert differs(make(), np.ma.masked_array([1, 2], mask=[True, False])) is not None
 
 
 def test_paths_are_compared_as_paths_whatever_they_have_cached() -> None:
     asked = Path("/a/b.txt")
     _ = asked.parts, hash(asked), str(asked)
-    assert same(asked, Path("/a/b.txt")) is None
-    assert same(asked, Path("/a/c.txt")) is not None
+    assert differs(asked, Path("/a/b.txt")) is None
+    assert differs(asked, Path("/a/c.txt")) is not None
 
 
 def test_cycles_end() -> None:
@@ -282,8 +282,8 @@ def test_cycles_end() -> None:
         inner.append({"back": inner})
         return inner
 
-    assert same(ring(1), ring(1)) is None
-    assert same(ring(1), ring(2)) == "at [0]: 1 and 2"
+    assert differs(ring(1), ring(1)) is None
+    assert differs(ring(1), ring(2)) == "at [0]: 1 and 2"
 
 
 def test_a_graph_of_objects_with_many_paths_is_compared_in_time() -> None:
@@ -294,29 +294,29 @@ def test_a_graph_of_objects_with_many_paths_is_compared_in_time() -> None:
         nodes[-1].extra.append(last)  # type: ignore[attr-defined]
         return nodes[0]
 
-    assert same(graph(1), graph(1)) is None
-    assert "1 and 2" in (same(graph(1), graph(2)) or "")
+    assert differs(graph(1), graph(1)) is None
+    assert "1 and 2" in (differs(graph(1), graph(2)) or "")
     assert content_digests(graph(1)) == content_digests(graph(1)) != content_digests(graph(2))
 
 
 def test_one_attribute_more_is_a_difference() -> None:
     left, right = Record(1, 2), Record(1, 2)
     right.extra = 3  # type: ignore[attr-defined]
-    assert same(left, right) == "attribute extra of one only"
-    assert same(defaultdict(int, a=1), defaultdict(int, a=1)) is None
+    assert differs(left, right) == "attribute extra of one only"
+    assert differs(defaultdict(int, a=1), defaultdict(int, a=1)) is None
 
 
 def test_objects_of_c_libraries_are_compared_by_what_pickle_keeps_of_them() -> None:
     for make in (np.random.MT19937, np.random.PCG64):  # without an == of their own, as a tokenizer's result
-        assert same(make(2), make(2)) is None
-        assert same(make(2), make(3)) is not None
-        assert same([make(2)], [make(2).jumped()]) is not None
+        assert differs(make(2), make(2)) is None
+        assert differs(make(2), make(3)) is not None
+        assert differs([make(2)], [make(2).jumped()]) is not None
 
 
 def test_values_that_cannot_be_compared_count_as_different() -> None:
-    assert same(object(), object()) is None, "two objects without any content are alike"
-    assert same(iter([1]), iter([1])) is not None
-    assert same(torch.Generator(), torch.Generator()) is not None
+    assert differs(object(), object()) is None, "two objects without any content are alike"
+    assert differs(iter([1]), iter([1])) is not None
+    assert differs(torch.Generator(), torch.Generator()) is not None
 
 
 @pytest.mark.parametrize(
@@ -357,6 +357,6 @@ def test_a_change_in_place_shows_in_the_digests(sample: Any, change: Any) -> Non
 
 def test_tensors_of_types_that_torch_cannot_copy_are_compared() -> None:
     bits = torch.arange(6, dtype=torch.uint8).view(torch.uint4)
-    assert same(bits, torch.arange(6, dtype=torch.uint8).view(torch.uint4)) is None
-    assert same(bits, torch.zeros(6, dtype=torch.uint8).view(torch.uint4)) is not None
+    assert differs(bits, torch.arange(6, dtype=torch.uint8).view(torch.uint4)) is None
+    assert differs(bits, torch.zeros(6, dtype=torch.uint8).view(torch.uint4)) is not None
     assert content_digests([bits]) != content_digests([torch.zeros(6, dtype=torch.uint8).view(torch.uint4)])

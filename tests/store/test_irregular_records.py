@@ -31,7 +31,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 import hotset
 from hotset import HotsetWarning
-from hotset.determinism.equality import same
+from hotset.determinism.equality import differs
 from hotset.session import sessions
 from hotset.store.format import LINE, ON_DISK, OWN_FORM, RECORD, ROW_MASK, Live
 from hotset.store.leaves.schema import Schema
@@ -531,8 +531,8 @@ def test_random_trees_lie_side_by_side(several: list[Any], keep_order: bool, lim
         assert store.segment.live[Live.ROWS_NEXT] * schema.stride <= limit
         with attached(store) as other:
             found = stored(other)
-        assert [same(value, several[i]) for i, value in found.items()] == [None] * len(found)
+        assert [differs(value, several[i]) for i, value in found.items()] == [None] * len(found)
         if limit == 1 << 20:
             together = store.read(np.arange(len(several)))
             assert together is not None
-            assert [same(*pair) for pair in zip(together, several, strict=True)] == [None] * len(several)
+            assert [differs(*pair) for pair in zip(together, several, strict=True)] == [None] * len(several)

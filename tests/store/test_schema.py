@@ -1,7 +1,7 @@
 """The schema: what is taken in comes out indistinguishable, and what could not is refused with a sentence.
 
-``same`` (see ``hotset.determinism.equality``) says what indistinguishable means; the random trees at the end
-hold the schema to it. Before them stands what each kind of leaf and group promises, and who misfits where.
+``differs`` (see ``hotset.determinism.equality``) says what indistinguishable means; the random trees at the
+end hold the schema to it. Before them stands what each kind of leaf and group promises, and what misfits it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotset.determinism.aliasing import copied
-from hotset.determinism.equality import same
+from hotset.determinism.equality import differs
 from hotset.errors import ArgumentError, SegmentError
 from hotset.store.leaves.array_leaf import TORCH_DTYPES, ArrayLeaf
 from hotset.store.leaves.codecs import register_codec
@@ -68,7 +68,7 @@ def records(schema: Schema, values: Sequence[object]) -> list[Any]:
     found = schema.read(buffer, rows, tails)
     if not schema.has_tail:
         again = schema.read(together, rows, tails)
-        assert [how for one, other in zip(again, found, strict=True) if (how := same(one, other))] == []
+        assert [how for one, other in zip(again, found, strict=True) if (how := differs(one, other))] == []
     assert misaligned(found) == []
     return found
 
@@ -84,7 +84,7 @@ def altered(schema: Schema, *values: object) -> list[str]:
     found = []
     for view in (schema, reread(schema)):
         for value, got in zip(values, records(view, values), strict=True):
-            how = same(got, value)
+            how = differs(got, value)
             found += [f"{value!r}: {how}"] if how else []
     return found
 
@@ -298,13 +298,13 @@ def test_arrays_come_out_as_nobody_elses_memory_and_read_only_if_they_were() -> 
     for got in records(Schema.infer([sample], keep_order=True), [sample, sample]):
         got[0][:] = 0
         got[1][:] = 0
-    assert same(sample, [torch.arange(4), np.arange(6.0)]) is None
+    assert differs(sample, [torch.arange(4), np.arange(6.0)]) is None
     for fixed in (np.frombuffer(b"abcdef", np.uint8), np.broadcast_to(np.arange(3), (2, 3))):
         schema = Schema.infer([[fixed]], keep_order=True)
         for again in (schema, reread(schema)):
             for got in records(again, [[fixed], [fixed]]):
                 assert not got[0].flags.writeable
-                assert same(got, [fixed]) is None
+                assert differs(got, [fixed]) is None
         with pytest.raises(SchemaMismatch, match=r"\[0\]: an array that can be written to among"):
             schema.prepare([fixed.copy()])
     with_unit = np.zeros(2, np.dtype("f4", metadata={"unit": "mm"}))
@@ -754,7 +754,7 @@ def test_a_mapped_array_comes_out_as_its_copy_does(tmp_path: Path) -> None:
     schema = Schema.infer([mapped[0]], keep_order=True)
     for value in mapped:
         [found] = records(schema, [value])
-        assert same(found, copied(value)) is None
+        assert differs(found, copied(value)) is None
         assert (type(found), found.filename, found.tolist()) == (np.memmap, None, value.tolist())
 
 
@@ -812,7 +812,7 @@ def test_first_samples_that_do_not_fit_the_very_first_change_nothing() -> None:
 def test_inferring_and_preparing_change_no_sample() -> None:
     sample, other = ({"x": torch.arange(n), "y": [1, "a"]} for n in (3, 4))
     Schema.infer([sample, other], keep_order=True).prepare(sample)
-    assert same(sample, {"x": torch.arange(3), "y": [1, "a"]}) is None
+    assert differs(sample, {"x": torch.arange(3), "y": [1, "a"]}) is None
 
 
 # JSON

@@ -25,7 +25,7 @@ from kills import child, ended
 from samples import Opaque
 from stores import ids
 
-from hotset.determinism.equality import same
+from hotset.determinism.equality import differs
 from hotset.store.claims import Claims, Participant
 from hotset.store.format import PRESENT
 from hotset.store.leaves.schema import Schema
@@ -106,7 +106,7 @@ class StoreMachine(RuleBasedStateMachine):
             else:
                 assert store.filler.mismatches or store.allocator.why_full is not None
         for i, value in uncached.items():
-            assert same(value, version(i, self.last[i])) is None
+            assert differs(value, version(i, self.last[i])) is None
             if fits(i):
                 value["image"].zero_()  # it is the reader's own, whether it was stored or not
 
@@ -121,7 +121,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         assert found is not None
         for i, value in zip(wanted, found, strict=True):
-            assert same(value, self.model[i]) is None
+            assert differs(value, self.model[i]) is None
             value["image"].zero_()  # it is a copy: the cache never knows
 
     @rule(view=st.integers(0, VIEWS - 1))
@@ -181,7 +181,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert np.flatnonzero(view.present(everything)).tolist() == sorted(self.model)
             found = view.read(ids(self.model)) or []
             for i, value in zip(self.model, found, strict=True):
-                assert same(value, self.model[i]) is None
+                assert differs(value, self.model[i]) is None
 
 
 TestStoreMachine = pytest.mark.timeout(often(300, 1800))(StoreMachine.TestCase)

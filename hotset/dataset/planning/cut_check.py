@@ -22,7 +22,7 @@ from hotset.dataset.pipeline import ApplyAt, CannotBeCut, Chain, Cuts, Pipeline,
 from hotset.dataset.planning.recorder import passes_shared_objects
 from hotset.dataset.transform_attributes import with_transforms
 from hotset.determinism.draws.rng import Generators
-from hotset.determinism.equality import same
+from hotset.determinism.equality import differs
 
 __all__ = ["differs_when_cut"]
 
@@ -49,8 +49,8 @@ def differs_when_cut(pipeline: Pipeline, cuts: Cuts, indices: Sequence[int]) -> 
     try:
         for index in [*indices] * _ROUNDS:
             first, again, other = (_reading(source, index, generators) for source in (whole, whole, cut))
-            if first is not None and same(first, again, across=True) is None:
-                if other is not _TELLS_NOTHING and same(first, other, across=True) is not None:
+            if first is not None and differs(first, again, across=True) is None:
+                if other is not _TELLS_NOTHING and differs(first, other, across=True) is not None:
                     return True
                 generators.put(first[1])  # so that the next one draws otherwise, as in training
                 generators.note()

@@ -14,7 +14,7 @@ from hotset.dataset.transform_attributes import transform_attributes_of
 from hotset.determinism.declare import declaration_of, declared
 from hotset.determinism.draws.probe import Probe, probe
 from hotset.determinism.draws.rng import Generators
-from hotset.determinism.equality import content_digests, same
+from hotset.determinism.equality import content_digests, differs
 from hotset.determinism.objects.code_dependencies import names_in
 from hotset.determinism.objects.reading_names import reading_code
 from hotset.determinism.objects.safe_access import attributes_of, is_a
@@ -206,7 +206,7 @@ def _batch_is_alike(
             alone = list(map(read_one, indices))
             generators.restore()
             together = read(list(indices))
-            return not generators.moved() and same(alone, list(together)) is None
+            return not generators.moved() and differs(alone, list(together)) is None
         except Exception:  # a sample that cannot be read may never be asked for
             return True
 

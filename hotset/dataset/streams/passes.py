@@ -33,7 +33,7 @@ from hotset.dataset.streams.probe import may_reorder
 from hotset.dataset.streams.recording import StreamRecording, StreamRest
 from hotset.dataset.streams.source import StreamSource
 from hotset.determinism.declare import declared
-from hotset.determinism.equality import same
+from hotset.determinism.equality import differs
 from hotset.determinism.objects.reading_names import reading_code
 from hotset.session.job import local_rank
 from hotset.store.claims import Ids
@@ -275,7 +275,7 @@ class StreamPasses:
                     ids = [
                         np.array([parts.sample_id(part, at) for at in range(common)]) for part in (one, other)
                     ]
-                    if common and same(store.read(ids[0]), store.read(ids[1])) is None:
+                    if common and differs(store.read(ids[0]), store.read(ids[1])) is None:
                         self.warn(
                             f"{self.name} gives the same samples to {count} workers, so each comes "
                             f"{count} times in an epoch: have __iter__ divide them by "

@@ -22,7 +22,7 @@ from hotset.dataset.cached_dataset import CachedDataset, current_of
 from hotset.dataset.streams.probe import held_by_run, run
 from hotset.determinism.draws import entropy
 from hotset.determinism.draws.rng import Generators
-from hotset.determinism.equality import same
+from hotset.determinism.equality import differs
 from hotset.store.format import PRESENT, Slot
 from hotset.store.locks import Pauses
 from hotset.store.store import Store
@@ -308,7 +308,7 @@ class _PartRecorder:
         """Compare a recorded sample with what the stream gives now."""
         assert self._generation is not None  # or nothing would count as recorded
         copies = self._store.read(np.array([self.parts.sample_id(self.part, position)]))
-        if copies is not None and same(copies[0], value, across=True) is not None:
+        if copies is not None and differs(copies[0], value, across=True) is not None:
             self.parts.note_other(self._generation)
             self.records = False
 

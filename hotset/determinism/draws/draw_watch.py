@@ -36,7 +36,7 @@ from typing import Any
 
 from hotset.determinism.draws import entropy
 from hotset.determinism.draws.rng import KINDS, Generators
-from hotset.determinism.equality import same
+from hotset.determinism.equality import differs
 from hotset.determinism.objects.near_attributes import Changed, NearAttributes, put_back
 from hotset.determinism.objects.safe_access import attributes_of
 
@@ -131,7 +131,7 @@ class DrawWatch:
         had = [(owner, dict(attributes_of(owner) or {})) for owner, _ in made]
         put_back(made)
         try:
-            is_same = same(read, read_again()) is None
+            is_same = differs(read, read_again()) is None
         except Exception:  # something else says that it was made, in a list perhaps
             is_same = False
         if is_same:
@@ -147,7 +147,7 @@ class DrawWatch:
             again = read_again()
             if not self._moved():
                 # If the draws were this reading's, and rare, the two readings differ.
-                return same(read, again) is not None
+                return differs(read, again) is not None
         return True
 
     def _is_from_entropy(self, read: object, read_again: Callable[[], object] | None) -> bool:
@@ -163,7 +163,7 @@ class DrawWatch:
             return False
         again = read_again()
         self._entropy = entropy.taken()
-        self._entropy_matters = self._moved() or same(read, again) is not None
+        self._entropy_matters = self._moved() or differs(read, again) is not None
         return self._entropy_matters
 
     def _moved(self) -> bool:

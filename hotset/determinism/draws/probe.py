@@ -36,7 +36,7 @@ import torch
 
 from hotset.determinism.draws.draw_watch import DrawWatch
 from hotset.determinism.draws.rng import Generators
-from hotset.determinism.equality import content_digests, same
+from hotset.determinism.equality import content_digests, differs
 
 __all__ = ["Probe", "probe"]
 
@@ -213,7 +213,7 @@ def _read_again(
 
 def _differs(index: int, first: object, digests: dict[str, bytes], again: object) -> str | None:
     """A sentence about how another reading differs from the first, or None."""
-    found = same(first, again)
+    found = differs(first, again)
     if found:
         return f"sample {index}, {found}"
     now = content_digests(again)
