@@ -36,7 +36,7 @@ from hotset.dataset.changes import Change, Changes, SetSince
 from hotset.dataset.fill_now import fill_now
 from hotset.dataset.held_attributes import HeldAttributes
 from hotset.dataset.identity import Identity
-from hotset.dataset.pipeline import Pipeline, Source
+from hotset.dataset.pipeline import Cuts, Pipeline, Source
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.stats import Stats
 from hotset.dataset.torch_fetcher import calling_fetcher
@@ -195,7 +195,7 @@ class CurrentCache:
         old, what, event = self.access, change.what, change.event
         try:
             pipeline = Pipeline.of(self._dataset, self._arguments.transform)
-            alike = Identity.of(pipeline, self._arguments).lookup_key == old.lookup_key
+            alike = _finds_again(old, pipeline, Identity.of(pipeline, self._arguments))
             if alike and change.is_content:  # a cache that it would find again holds other samples
                 self._read_uncached(self._has_changed(change))
                 return
@@ -253,6 +253,19 @@ class CurrentCache:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _followed=set(), _fetchers=weakref.WeakSet())
         self._use(self.access)
+
+
+def _finds_again(old: SampleAccess, pipeline: Pipeline, identity: Identity) -> bool:
+    """Whether the dataset as it is now would find the cache that it had.
+
+    Of transforms that were tried, the lookup key has the names alone, and the fingerprint what they hold.
+    """
+    if identity.lookup_key != old.lookup_key or old.any_store is None:
+        return identity.lookup_key == old.lookup_key
+    about = old.any_store.segment.metadata
+    cuts = Cuts.from_json(about["cuts"])
+    found = identity.fingerprint(pipeline, cuts, pipeline.cut(cuts))
+    return found.digest == str(about["fingerprint"])
 
 
 @contextlib.contextmanager

@@ -341,6 +341,43 @@ def test_what_changes_every_few_epochs_is_cached_anew_each_time(
     assert ["samples are cached anew" in str(w.message) for w in told] == [True] * 3
 
 
+class Times:
+    """A transform of the user's, which is tried on a few samples."""
+
+    def __init__(self) -> None:
+        self.factor = 2
+
+    def __call__(self, sample: Any) -> Any:
+        return sample * self.factor
+
+
+class Transformed(Dataset[Any]):
+    def __init__(self, transform: Any = None) -> None:
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        sample = torch.full((2,), float(index))
+        return sample if self.transform is None else self.transform(sample)
+
+
+@pytest.mark.parametrize(("own", "workers"), [(True, 0), (False, 2)])
+def test_a_parameter_of_a_transform_that_was_tried_is_followed(own: bool, workers: int) -> None:
+    times = Times()
+    arguments = {} if own else {"transform": [times]}
+    held = Transformed(times if own else None)
+    with recorded() as told, hotset.cache(held, memory="1MiB", **arguments) as cached:
+        loader = hotset.DataLoader(cached, batch_size=5, num_workers=workers)
+        for factor in (2, 3, 4):
+            times.factor = factor
+            for _ in range(2):
+                equal_batches(list(loader), list(DataLoader(Transformed(times), batch_size=5)))
+        assert cached.stats().hits == N
+    assert ["samples are cached anew" in str(w.message) for w in told] == [True] * 2
+
+
 @pytest.mark.parametrize("change", [label, value])
 def test_persistent_workers_of_torchs_loader_see_it_too(change: Any) -> None:
     plain, held = Held(), Held()
