@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -676,6 +677,23 @@ def test_live_transforms_are_measured_and_leave_no_trace() -> None:
     assert live.calls == 0
     assert live.generator.bit_generator.state == np.random.default_rng(3).bit_generator.state
     assert rng_states() == before
+
+
+def test_one_slow_call_is_not_taken_for_the_time_of_a_live_transform(tmp_path: Path) -> None:
+    waited = tmp_path / "waited"
+
+    @hotset.nondeterministic
+    def waits_at_first(sample: Any) -> Any:
+        if not waited.exists():
+            waited.touch()
+            time.sleep(0.05)
+        return sample
+
+    with hotset.cache(Samples(image_and_label, N), transform=[waits_at_first]) as cached:
+        seconds = cached.plan.rows[-1].seconds
+    assert waited.exists()
+    assert seconds is not None
+    assert seconds < 0.05, "less than the call took that waited"
 
 
 class Crop:
