@@ -240,7 +240,7 @@ class ChainJudge:
         """
         around = size_of(self.sample) - sum(map(size_of, first))
         steps = leaves(findings.chain)[: findings.cacheable]
-        in_place = any(alters_input(steps, value) for value in findings.values)
+        in_place = alters_input(steps, findings.values)
         return findings._replace(around=around, in_place=in_place)
 
     def _is_called_for_each(self, number: int) -> bool:
@@ -301,7 +301,7 @@ class ChainJudge:
                     "before it, and one draw would be cached; give the chain as transform=[...] to "
                     "hotset.cache instead, with what the dataset does around it."
                 )
-        if any(alters_input(steps, value) for value in values) and any(
+        if alters_input(steps, values) and any(
             passes_shared_objects(self.pipeline, index, self._left)[number] for index in self.reads.indices
         ):
             name = self.pipeline.attributes[number].name
