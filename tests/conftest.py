@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib
 import logging
 import os
 import re
 import tempfile
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -170,6 +172,28 @@ def _no_audits() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hotset.dataset.audit._SHARE", 0.0)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _libraries_as_installed() -> Iterator[Callable[[set[str]], list[Any]]]:
+    """No functions of the user's are looked for in libraries' modules, but where :func:`patched_libraries` is.
+
+    For each cache that takes hold of 30,000 objects, in thousands of pages that are shared with forked workers
+    until then: a sixth of what tests of small caches cost.
+    """
+    environment = importlib.import_module("hotset.determinism.fingerprint.environment")
+    with pytest.MonkeyPatch.context() as patch:
+        find = environment._patched
+        patch.setattr(environment, "_patched", lambda packages: [])
+        yield find
+
+
+@pytest.fixture
+def patched_libraries(
+    monkeypatch: pytest.MonkeyPatch, _libraries_as_installed: Callable[[set[str]], list[Any]]
+) -> None:
+    """Functions of the user's are looked for in libraries' modules, as ever; in children that are forked, too."""
+    monkeypatch.setattr("hotset.determinism.fingerprint.environment._patched", _libraries_as_installed)
 
 
 @pytest.fixture(scope="session")

@@ -450,18 +450,18 @@ def a_job(dataset: Any, before: Callable[[], object]) -> Callable[[], None]:
 
 @pytest.mark.parametrize(("dataset", "other"), [case[1:] for case in JOBS], ids=[case[0] for case in JOBS])
 def test_a_job_in_another_environment_gets_its_own_samples(
-    dataset: Callable[[], Any], other: Callable[[], object], settings: None
+    dataset: Callable[[], Any], other: Callable[[], object], settings: None, patched_libraries: None
 ) -> None:
     sessions.create("shared", memory=1 << 20)
-    in_child(a_job(dataset, lambda: None))
-    in_child(a_job(dataset, lambda: None))
+    job = a_job(dataset, lambda: None)
+    in_child(lambda: (job(), job()))
     assert len(report(sessions.find("shared")).caches) == 1, "the same job twice has one cache"
     in_child(a_job(dataset, other))
     assert len(report(sessions.find("shared")).caches) == 2
 
 
 def test_a_library_that_is_patched_while_the_program_runs_counts_for_as_long(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, patched_libraries: None
 ) -> None:
     before = fingerprint(resized())
     for _ in range(2):
