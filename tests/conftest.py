@@ -13,6 +13,7 @@ import importlib
 import logging
 import os
 import re
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterator
@@ -120,11 +121,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Have the collector pass over the libraries, and forks over their page tables: both take long."""
     _let_logs_reach_the_root()
+    _pass_over_libraries()
+    gc.enable()
+
+
+def pytest_runtest_logfinish() -> None:
+    if len(sys.modules) > _modules_passed_over + 100:  # a test has imported more libraries
+        _pass_over_libraries()
+
+
+_modules_passed_over = 0
+
+
+def _pass_over_libraries() -> None:
+    """Have the collector pass over what is imported, and forks over its page tables: both take long."""
+    global _modules_passed_over
+    _modules_passed_over = len(sys.modules)
     gc.collect()
     gc.freeze()
-    gc.enable()
     use_large_pages()
 
 
@@ -176,10 +191,10 @@ def _no_audits() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _libraries_as_installed() -> Iterator[Callable[[set[str]], list[Any]]]:
-    """No functions of the user's are looked for in libraries' modules, but where :func:`patched_libraries` is.
+    """No functions of the user's are looked for in libraries' modules, but with :func:`patched_libraries`.
 
-    For each cache that takes hold of 30,000 objects, in thousands of pages that are shared with forked workers
-    until then: a sixth of what tests of small caches cost.
+    For each cache that takes hold of 30,000 objects, in thousands of pages that are shared with forked
+    workers until then: a sixth of what tests of small caches cost.
     """
     environment = importlib.import_module("hotset.determinism.fingerprint.environment")
     with pytest.MonkeyPatch.context() as patch:
@@ -192,7 +207,7 @@ def _libraries_as_installed() -> Iterator[Callable[[set[str]], list[Any]]]:
 def patched_libraries(
     monkeypatch: pytest.MonkeyPatch, _libraries_as_installed: Callable[[set[str]], list[Any]]
 ) -> None:
-    """Functions of the user's are looked for in libraries' modules, as ever; in children that are forked, too."""
+    """Functions of the user's are looked for in libraries' modules, as ever; in forked children, too."""
     monkeypatch.setattr("hotset.determinism.fingerprint.environment._patched", _libraries_as_installed)
 
 
