@@ -110,7 +110,7 @@ class Allocator:
         self, participant: Participant, free: Callable[[], memory_limits.Headroom] | None = None
     ) -> None:
         self._participant = participant
-        self._free = free or self._free_memory
+        self._free_elsewhere = free
         self._segment = participant.segment
         self._geometry = geometry = participant.segment.geometry
         self._rows = _Region(Slot.ROW_NEXT, Live.ROWS_NEXT, geometry.rows_at, geometry.stride, geometry.rows)
@@ -124,8 +124,10 @@ class Allocator:
         self.why_full: str | None = None
         self.notes: list[str] = []
 
-    def _free_memory(self) -> memory_limits.Headroom:
-        """What memory has left, when the batches in flight have taken theirs."""
+    def _free(self) -> memory_limits.Headroom:
+        """What is left where the records lie; of memory, when the batches in flight have taken theirs."""
+        if self._free_elsewhere is not None:
+            return self._free_elsewhere()
         free = memory_limits.headroom()
         return replace(free, bytes=max(free.bytes - self.in_flight, 0))
 
