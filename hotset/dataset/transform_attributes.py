@@ -126,7 +126,7 @@ def with_transforms(dataset: Any, chains: Mapping[str, Any]) -> Any:
     for name, chain in chains.items():
         held = getattr(dataset, name)
         if name not in TRANSFORM_NAMES:
-            vars(twin)[name] = chain
+            set_attribute(twin, name, chain)
             continue
         _set(twin, name, type(held)([chain]) if isinstance(held, (list, tuple)) else chain)
     return twin
@@ -166,7 +166,7 @@ def _set(holder: Any, name: str, value: Any) -> None:
     try:
         setattr(holder, name, value)
     except Exception:  # of the dataset's __setattr__
-        vars(holder)[name] = value
+        set_attribute(holder, name, value)
 
 
 class CopiedAttributes:
@@ -246,14 +246,15 @@ class Snapshot:
         self._children: list[tuple[Any, tuple[Any, ...]]] = []
         chains = [given]
         for owner in owners_of_transforms(dataset):
-            if (held := format_of(owner)) is not None:
-                self._formats.append((owner, held))
+            if (shape := format_of(owner)) is not None:
+                self._formats.append((owner, shape))
             # None may become a transform; what a dataset counts or makes for itself does not end a plan.
-            empty = [name for name, value in vars(owner).items() if value is None and names_transforms(name)]
+            held = _attributes(owner)
+            empty = [name for name, value in held.items() if value is None and names_transforms(name)]
             others = (name for name, _ in _others(owner))
             for name in dict.fromkeys((*TRANSFORM_NAMES, *empty, *others)):
-                self._held.append((owner, name, vars(owner).get(name, UNSET)))
-                chains.append(vars(owner).get(name))
+                self._held.append((owner, name, held.get(name, UNSET)))
+                chains.append(held.get(name))
         for chain in chains:
             self._look_into(chain, 0)
 
@@ -265,7 +266,7 @@ class Snapshot:
             for child in children:
                 self._look_into(child, depth + 1)
         elif depth < _DEEPEST and callable(chain):
-            held = dict_of(chain) or {}
+            held = _attributes(chain)
             for name in _CONTAINED:
                 if name in held:
                     self._held.append((chain, name, held[name]))
@@ -276,7 +277,7 @@ class Snapshot:
         last: tuple[Any, dict[str, Any]] = None, {}
         for owner, name, value in self._held:  # those of one owner follow each other
             if owner is not last[0]:
-                last = owner, dict_of(owner) or {}
+                last = owner, _attributes(owner)
             if last[1].get(name, UNSET) is not value:
                 return False
         if any(format_of(owner) != held for owner, held in self._formats):
@@ -290,7 +291,7 @@ class Snapshot:
 
 def owners_of_transforms(dataset: Any) -> list[Any]:
     """The objects whose attributes may hold transforms."""
-    found = [dataset] if dict_of(dataset) is not None else []
+    found = [dataset] if attributes_of(dataset) is not None else []
     if isinstance(dataset, Subset):
         found += owners_of_transforms(dataset.dataset)
     elif isinstance(dataset, ConcatDataset):
@@ -308,10 +309,9 @@ def _own(dataset: Any) -> tuple[TransformAttribute, ...]:
 
 def _others(dataset: Any) -> list[tuple[str, Any]]:
     """The attributes of other names that hold what a library's structure says is a transform."""
-    held = dict_of(dataset) or {}
     return [
         (name, value)
-        for name, value in list(held.items())
+        for name, value in list(_attributes(dataset).items())
         if name not in TRANSFORM_NAMES and not name.startswith("__")
         if _is_known(value) or (name == "_transforms" and callable(value))
     ]
@@ -331,9 +331,9 @@ def _is_known(value: Any) -> bool:
 
 def _held(dataset: Any, name: str) -> Any | None:
     """The chain in this attribute of the object itself, without a wrapper's ``__getattr__``."""
-    value = inspect.getattr_static(dataset, name, None)
+    value = _static(dataset, name)
     of_class = issubclass(type(value), (staticmethod, classmethod, property)) or inspect.isfunction(value)
-    if of_class and name not in (dict_of(dataset) or {}):
+    if of_class and name not in _attributes(dataset):
         return None  # a method called `transform` is not replaced
     is_chain = callable(value) or (issubclass(type(value), (list, tuple)) and length(value) > 0)
     return value if is_chain else None
@@ -341,13 +341,18 @@ def _held(dataset: Any, name: str) -> Any | None:
 
 def _pair(dataset: Any) -> Any | None:
     """torchvision's ``transforms``, if it only holds the dataset's two others."""
-    pair = inspect.getattr_static(dataset, "transforms", None)
+    pair = _static(dataset, "transforms")
     held = dict_of(pair) or {}
     same = all(
-        name in held and held[name] is inspect.getattr_static(dataset, name, None)
-        for name in ("transform", "target_transform")
+        name in held and held[name] is _static(dataset, name) for name in ("transform", "target_transform")
     )
     return pair if same else None
+
+
+def _static(dataset: Any, name: str) -> Any | None:
+    """What lies under this name, in a slot too; no code of the dataset's runs."""
+    value = inspect.getattr_static(dataset, name, None)
+    return _attributes(dataset).get(name) if type(value) is types.MemberDescriptorType else value
 
 
 def _equal(one: tuple[TransformAttribute, ...], other: tuple[TransformAttribute, ...]) -> bool:
