@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchvision
 from helpers import all_pairs, equal_batches, recorded
 from sources import Handle
 from torch.utils.data import DataLoader, Dataset, Subset
@@ -234,3 +235,63 @@ def test_what_is_set_in_a_slot_reaches_the_copy_that_samples_are_read_from() -> 
         del dataset.scale
         with pytest.raises(AttributeError, match="scale"):
             cached[4]
+
+
+def jitter(value: torch.Tensor) -> torch.Tensor:
+    return value * random.random() + torch.rand(())
+
+
+@dataclass(slots=True)
+class Transformed(Dataset[Any]):
+    transform: Any = None
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        value = torch.full((2,), float(index))
+        return value if self.transform is None else self.transform(value)
+
+
+@dataclass(slots=True, frozen=True)
+class FrozenTransformed(Dataset[Any]):
+    transform: Any = None
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(torch.full((2,), float(index)))
+
+
+def _seeded_passes(loader: Any, dataset: Any, workers: int) -> list[Any]:
+    random.seed(5)
+    torch.manual_seed(5)
+    batches = loader(dataset, batch_size=4, shuffle=True, num_workers=workers)
+    return [*(batch for _ in range(2) for batch in batches), torch.rand(1), random.random()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "made_by", "workers"), all_pairs([Transformed, FrozenTransformed], LOADERS, [0, 2])
+)
+def test_a_random_transform_in_a_slot_stays_live(kind: Any, made_by: str, workers: int) -> None:
+    transform = [lambda value: value + 1, jitter]
+    chain = torchvision.transforms.Compose(transform)
+    with hotset.cache(kind(chain), memory="1MiB") as cached:
+        assert cached.plan.live == ("jitter",)
+        expected = _seeded_passes(DataLoader, kind(chain), workers)
+        equal_batches(_seeded_passes(LOADERS[made_by], cached, workers), expected)
+        assert cached.stats().hits == N
+
+
+@pytest.mark.parametrize("on_the_cache", [True, False])
+def test_a_transform_that_is_set_in_a_slot_later_is_followed(on_the_cache: bool) -> None:
+    dataset = Transformed()
+    with hotset.cache(dataset, memory="1MiB") as cached:
+        cached.fill()
+        (cached if on_the_cache else dataset).transform = jitter
+        assert dataset.transform is jitter
+        equal_batches(
+            _seeded_passes(hotset.DataLoader, cached, 0), _seeded_passes(DataLoader, Transformed(jitter), 0)
+        )
+        assert cached.plan.live == ("jitter",)
