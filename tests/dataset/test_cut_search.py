@@ -1098,14 +1098,12 @@ class GivesTwice(Processes):
 @pytest.mark.parametrize(
     ("kind", "workers"),
     [
-        (LeavesSomeOut, 2),
         (HaveOneMoreOfTheirOwn, 2),
-        (AddNoise, 2),
         *(
             pytest.param(
                 kind, 2, marks=pytest.mark.chaos
-            )  # in workers what they do is done as by those above
-            for kind in (HaveOneMore, LeavesSomeOutOfMany, ProcessesWhatGrows)
+            )  # in workers what they do is done as by the one above
+            for kind in (LeavesSomeOut, AddNoise, HaveOneMore, LeavesSomeOutOfMany, ProcessesWhatGrows)
         ),
         *(
             (kind, 0)

@@ -251,7 +251,7 @@ def epochs(kind: Any, program: Program, dataset: Any, workers: int) -> list[Any]
         shuffle=None if program.sampler is not None else True,
     )
     found = []
-    for _ in range(3):
+    for _ in range(2 if workers else 3):  # processes take long to start
         found += [list(loader), torch.rand(()), random.random()]
         program.after(dataset)
     return found

@@ -122,6 +122,7 @@ CHANGES = (sets_transform, sets_noise, sets_none, sets_target, sets_both, sets_a
         (sets_transform, "the dataset", "hotset", 2),
         (sets_noise, "a Subset", "torch", 2),
         (sets_target, "cached", "hotset", 2),
+        (sets_both, "the dataset", "hotset", 2),
     ),
 )
 def test_a_set_attribute_takes_effect_as_on_the_dataset(
@@ -215,7 +216,10 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize(("method", "made_by", "workers"), all_pairs(METHODS, LOADERS, [0, 2]))
+@pytest.mark.parametrize(
+    ("method", "made_by", "workers"),
+    rarely(all_pairs(METHODS, LOADERS, [0, 2]), ("scale", "hotset", 2), ("order", "hotset", 2)),
+)
 def test_a_method_that_sets_an_attribute_takes_effect_as_on_the_dataset(
     method: str, made_by: str, workers: int
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torchvision
-from helpers import all_pairs, equal_batches, recorded
+from helpers import all_pairs, equal_batches, rarely, recorded
 from sources import Handle
 from torch.utils.data import DataLoader, Dataset, Subset
 
@@ -117,7 +117,14 @@ WAYS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize(("change", "way", "made_by", "workers"), all_pairs(CHANGES, WAYS, LOADERS, [0, 2]))
+CASES = all_pairs(CHANGES, WAYS, LOADERS, [0, 2])
+IN_WORKERS = [case for case in CASES if case[-1]]
+
+
+@pytest.mark.parametrize(
+    ("change", "way", "made_by", "workers"),
+    rarely(CASES, *(case for case in IN_WORKERS if case[0] not in (rows, unset))),
+)
 def test_a_change_in_slots_takes_effect_from_the_next_pass_on(
     change: Any, way: str, made_by: str, workers: int
 ) -> None:

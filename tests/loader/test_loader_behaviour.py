@@ -81,7 +81,7 @@ def break_early(loader: DataLoader[Any]) -> list[Any]:
 
 
 def break_at_once(loader: DataLoader[Any]) -> list[Any]:
-    for _ in range(3):
+    for _ in range(2):
         iter(loader)
     return [next(iter(loader)), rng_states()]
 
@@ -90,7 +90,7 @@ def nested(loader: DataLoader[Any]) -> list[Any]:
     seen: list[Any] = []
     for count, outer in enumerate(loader):
         seen.append(outer)
-        if count in (0, 3):
+        if count == 1:
             seen.extend(loader)
     return [*seen, rng_states()]
 
@@ -112,7 +112,10 @@ def exhausted(loader: DataLoader[Any]) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("script", "live", "workers"),
-    all_pairs([break_early, break_at_once, nested, two_at_once, exhausted], [False, True], [0, 2]),
+    rarely(
+        all_pairs([break_early, break_at_once, nested, two_at_once, exhausted], [False, True], [0, 2]),
+        (two_at_once, True, 2),  # as nested
+    ),
 )
 def test_iterators_behave_as_torchs(script: Script, live: bool, workers: int) -> None:
     same_story(script, live=live, shuffle=True, num_workers=workers)

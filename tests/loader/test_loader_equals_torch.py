@@ -138,13 +138,14 @@ def check_equal(
 
 
 # "all" draws what the three draw: each of them meets every third sampler, and all of them in `make chaos`.
+# So do a generator that is held, and "all", every other one.
 IN_PROCESS = list(itertools.product(SAMPLERS, SUFFIXES))
 SINGLE = [
     (sampler, suffix)
     for at, sampler in enumerate(SAMPLERS)
     for number, suffix in enumerate(("random", "numpy", "torch"))
     if at % 3 != number
-]
+] + [(sampler, ("all", "held")[at % 2]) for at, sampler in enumerate(SAMPLERS)]
 
 
 @pytest.mark.parametrize(("sampler", "suffix"), rarely(IN_PROCESS, *SINGLE))
@@ -167,13 +168,11 @@ FORKED = [(sampler, "no suffix") for sampler in SAMPLERS] + [
 ]
 
 
-# Without a suffix, the main process gathers from the second epoch on: six kinds of samplers show that.
+# Without a suffix, the main process gathers from the second epoch on: a few kinds of samplers show that.
+_SHOWN_BY = ("shuffle", "some_of_all", "weighted_own_generator", "tensor_indices", "one_by_one")
 FORKED_RARELY = [
-    *[
-        (sampler, "no suffix")
-        for sampler in ("sequential", "generator", "replacement", "weighted", "draws_each_index")
-    ],
-    *[(sampler, "no suffix") for sampler in ("batch_sampler", "batch_of_one", "one_big_batch")],
+    *[(sampler, "no suffix") for sampler in SAMPLERS if sampler not in _SHOWN_BY],
+    ("generator", "all"),
     ("weighted", "all"),
 ]
 

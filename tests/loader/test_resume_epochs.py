@@ -110,6 +110,7 @@ def run(make: Callable[[], Any], save: Callable[[Any], Any]) -> tuple[dict[str, 
 # Five states, three passes of workers after each: two seconds of processor time for one.
 TAKES_LONG = [
     ("workers", "shuffle, generator=", "plain"),
+    ("workers", "RandomSampler with its own", "cached, live"),
     ("workers", "DistributedSampler", "cached"),
     ("persistent workers", "shuffle", "cached, live"),
     ("persistent workers", "shuffle, generator=", "cached, live"),
