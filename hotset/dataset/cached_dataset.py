@@ -30,6 +30,7 @@ from hotset.dataset.arguments import CacheArguments
 from hotset.dataset.current_cache import CurrentCache, Make
 from hotset.dataset.dataset_proxy import DatasetProxy
 from hotset.dataset.fill_now import fill_now, require_worker_count
+from hotset.dataset.held_attributes import cached_in
 from hotset.dataset.pipeline import SampleStopped, stopped
 from hotset.dataset.plan import Plan
 from hotset.dataset.sample_access import SampleAccess
@@ -86,7 +87,8 @@ class CachedDataset(DatasetProxy[T]):
 
     def __init__(self, dataset: Dataset[T], arguments: CacheArguments, make: Make) -> None:
         super().__init__(dataset, arguments)
-        self._cache = CurrentCache(dataset, arguments, make, self._set_since)
+        inner = [cache_of(each) for each in cached_in(dataset) if isinstance(each, CachedDataset)]
+        self._cache = CurrentCache(dataset, arguments, make, self._set_since, inner)
 
     def _attribute_was_set(self, name: str) -> None:
         self._cache.attribute_was_set(name)

@@ -15,6 +15,7 @@ was looked up on the cached one                     (HeldAttributes)         the
 the length                                          ``len()``                as a pass begins
 any other attribute, set on the dataset or changed  its value                as a pass begins
 in place, that code which reads samples names       (:class:`ContentWatch`)
+a cached dataset that this one reads, cached anew   what it is read by       at the next use
 the same, by the dataset's ``set_epoch``            the same                 at once, in mid-pass as the next
                                                                              pass begins
 ==================================================  =======================  ================================
@@ -28,7 +29,8 @@ sets on the copy reaches the dataset (:class:`CopiedAttributes`). What follows f
 from __future__ import annotations
 
 import multiprocessing
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 from torch.utils.data import get_worker_info
 
@@ -41,6 +43,16 @@ from hotset.dataset.transform_attributes import CopiedAttributes, Snapshot, name
 from hotset.determinism.declare import declaration_of, declared
 
 __all__ = ["Change", "Changes", "SetSince"]
+
+
+class Inner(Protocol):
+    """What reads the samples of a cached dataset that another one reads, and follows what changes of it."""
+
+    access: SampleAccess
+
+    def at_use(self) -> SampleAccess: ...
+
+    def as_pass_begins(self) -> SampleAccess: ...
 
 
 class Change(NamedTuple):
@@ -105,10 +117,14 @@ class Changes:
     Args:
         access: what was cached of it.
         set_since: of it; begins anew now.
+        inner: the cached datasets that it reads.
     """
 
-    def __init__(self, arguments: CacheArguments, access: SampleAccess, set_since: SetSince) -> None:
+    def __init__(
+        self, arguments: CacheArguments, access: SampleAccess, set_since: SetSince, inner: Sequence[Inner]
+    ) -> None:
         set_since.begin()
+        self._inner = [(each, each.access) for each in inner]
         dataset = set_since.dataset
         self._dataset, self._access, self._name = dataset, access, type(dataset).__name__
         self._set_since = set_since
@@ -132,10 +148,12 @@ class Changes:
         if name is not None:
             return self.was_set(name)
         if self._content is not None and get_worker_info() is not None:
-            change = self._of_content(workers_keep=False)
+            for inner, _ in self._inner:
+                inner.at_use()
+            change = self._of_inner() or self._of_content(workers_keep=False)
             self.ignore_content()
             return change
-        return None
+        return self._of_inner()
 
     def _give_and_take(self) -> None:
         """Give the copy that is read what was set on the dataset, and the dataset what reading has set there.
@@ -152,6 +170,8 @@ class Changes:
             in_pass: in the midst of another pass, for which a new length waits.
             workers_keep: whether it is read by workers that run already, and have the dataset as it was.
         """
+        for inner, _ in self._inner:
+            inner.as_pass_begins()
         found = self.at_use() or (None if in_pass else self._of_length())
         return found or self._of_content(workers_keep=workers_keep)
 
@@ -189,6 +209,14 @@ class Changes:
         shared = content.change(shared=True) if may_run else None
         what, is_shared = str(shared if workers_keep and shared is not None else found), shared is not None
         return Change(what, "has changed", self._if_independent(), is_content=True, is_shared=is_shared)
+
+    def _of_inner(self) -> Change | None:
+        """A cached dataset that is read by something else than when samples were cached of it."""
+        for inner, access in self._inner:
+            if inner.access is not access:
+                what = f"the cached {inner.access.plan.name} in {self._name}"
+                return Change(what, "has changed", "cache only one of the two", is_content=True)
+        return None
 
     def _if_independent(self) -> str:
         return f"if no sample depends on it, declare it: {declaration_of(self._dataset)}"

@@ -51,6 +51,9 @@ Make = Callable[[Any, CacheArguments, bool], SampleAccess]
 class CurrentCache:
     """What the samples of a dataset are read by, which follows what changes of the dataset. It pickles.
 
+    Args:
+        inner: those of the cached datasets that the dataset reads.
+
     Attributes:
         access: it, as it is now; another object once samples are cached anew.
         make: makes it.
@@ -62,8 +65,16 @@ class CurrentCache:
     workers_keep = False
     _is_closed = False
 
-    def __init__(self, dataset: Any, arguments: CacheArguments, make: Make, set_since: SetSince) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        arguments: CacheArguments,
+        make: Make,
+        set_since: SetSince,
+        inner: Sequence[CurrentCache],
+    ) -> None:
         self._dataset, self._arguments, self.make, self._set_since = dataset, arguments, make, set_since
+        self._inner = inner
         self._followed: set[str] = set()  # of what content samples were cached anew
         self._fetchers: weakref.WeakSet[Any] = weakref.WeakSet()  # of the passes of torch's loader so far
         self._use(make(dataset, arguments, False))
@@ -71,7 +82,7 @@ class CurrentCache:
     def _use(self, access: SampleAccess) -> None:
         """Read samples by this from now on; it is of the dataset as it is now."""
         self.access = access
-        self.changes = Changes(self._arguments, access, self._set_since)
+        self.changes = Changes(self._arguments, access, self._set_since, self._inner)
 
     @property
     def in_pass(self) -> bool:
@@ -247,7 +258,7 @@ class CurrentCache:
         self.access.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_dataset", "_arguments", "make", "_set_since", "access", "_is_closed")
+        names = ("_dataset", "_arguments", "make", "_set_since", "_inner", "access", "_is_closed")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -60,7 +60,7 @@ from hotset.determinism.objects.safe_access import (
     set_attribute,
 )
 
-__all__ = ["Difference", "HeldAttributes", "Room", "datasets_in", "same_value"]
+__all__ = ["Difference", "HeldAttributes", "Room", "cached_in", "datasets_in", "same_value"]
 
 Counts = Callable[[Any, str], bool]
 
@@ -395,17 +395,30 @@ def _is_computed(owner: Any, name: str, before: Any) -> bool:
     return before is None and kept
 
 
-def datasets_in(dataset: Any, depth: int = 0) -> Iterator[Any]:
+def datasets_in(dataset: Any) -> Iterator[Any]:
     """The dataset and those that it wraps, but for a cached one, which looks after its own."""
+    return (each for each in _datasets_in(dataset) if not _is_of_hotset(each))
+
+
+def cached_in(dataset: Any) -> Iterator[Any]:
+    """The cached datasets and streams among the dataset and those that it wraps."""
+    return filter(_is_of_hotset, _datasets_in(dataset))
+
+
+def _datasets_in(dataset: Any, depth: int = 0) -> Iterator[Any]:
     held = attributes_of(dataset)
-    if held is None or str(type(dataset).__module__).startswith("hotset."):
+    if held is None:
         return
     yield dataset
-    for value in list(held.values()) if depth < _DEPTH else ():
+    for value in list(held.values()) if depth < _DEPTH and not _is_of_hotset(dataset) else ():
         several = issubclass(type(value), (dict, list, tuple)) and length(value) <= _WRAPPED
         for part in elements(value) if several else [value]:
             if is_a(part, Dataset):
-                yield from datasets_in(part, depth + 1)
+                yield from _datasets_in(part, depth + 1)
+
+
+def _is_of_hotset(dataset: Any) -> bool:
+    return str(type(dataset).__module__).startswith("hotset.")
 
 
 def _itself(dataset: Any) -> Iterator[Any]:

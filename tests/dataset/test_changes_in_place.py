@@ -692,6 +692,55 @@ def test_a_change_in_what_a_subset_wraps_is_noticed() -> None:
     assert "Held.labels has changed" in str(told[0].message)
 
 
+def set_on_it(dataset: Any) -> None:
+    dataset.number += 7
+
+
+def in_place(dataset: Any) -> None:
+    label(getattr(dataset, "dataset", dataset))
+
+
+class Reader(Dataset[Any]):
+    """Computes something of another dataset's samples."""
+
+    def __init__(self, parts: Any) -> None:
+        self.parts = {"train": parts}
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        label, weight, _ = self.parts["train"][index]
+        return label * 2, weight
+
+
+@pytest.mark.parametrize(
+    ("change", "around", "made_by", "workers"),
+    all_pairs(
+        [set_on_it, in_place],
+        [lambda inner: inner, lambda inner: ConcatDataset([inner, Held()]), Reader],
+        LOADERS,
+        [0, 2],
+    ),
+)
+def test_a_cache_of_a_dataset_that_reads_a_cached_one_follows_what_that_one_follows(
+    change: Any, around: Any, made_by: str, workers: int
+) -> None:
+    plain = Held()
+    expected = passes(DataLoader(around(plain), 4), lambda: change(plain), 2)
+    with (
+        recorded() as told,
+        hotset.cache(Held(), memory="1MiB") as inner,
+        hotset.cache(around(inner), memory="1MiB") as outer,
+    ):
+        loader = LOADERS[made_by](outer, 4, num_workers=workers)
+        found = passes(loader, lambda: change(inner), 1)
+        found += passes(loader, lambda: None, 1)
+        assert outer.stats().cached == len(outer), "samples are cached anew"
+    equal_batches(found, expected)
+    assert "the cached Held in" in "".join(str(warning.message) for warning in told)
+
+
 def test_other_shared_memory_is_watched_too() -> None:
     memory = shared_memory.SharedMemory(create=True, size=8)
     try:
