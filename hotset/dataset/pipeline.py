@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from hotset._interrupts import own_errors
 from hotset._warnings import Warner
 from hotset.dataset.chain_calls import ChainCall, SamplePath, are_at, note, noted, value_at
 from hotset.dataset.format_transform import without_format_transform
@@ -290,7 +291,7 @@ class Source:
         with noted() as made:
             try:
                 found.append(self.dataset[index])
-            except Exception as error:
+            except own_errors() as error:
                 if made:  # it may not accept what its chain has returned
                     raise self._cannot_be_cut(index) from error
                 raise
@@ -342,7 +343,7 @@ class Source:
             with noted() as made:
                 found = list(several(list(indices)))
                 planned = are_at(self.calls, found, made)
-        except Exception as error:
+        except own_errors() as error:
             if self.calls:
                 pass  # it may not accept what its chain has returned for one of them
             elif len(indices) > 1:
@@ -448,7 +449,7 @@ def _rows_of(step: Batched, group: list[Any]) -> Iterator[Any]:
         rows = step.many(group) if group else []
     except (ArgumentError, NotCacheable):
         raise
-    except Exception as error:
+    except own_errors() as error:
         if len(group) == 1:
             raise
         for sample in group:

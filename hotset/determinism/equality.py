@@ -44,6 +44,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hotset._interrupts import own_errors
 from hotset.determinism.objects.object_graph import attributes
 from hotset.determinism.objects.safe_access import is_a, loaded_class, shown
 from hotset.store.leaves.codecs import given_codec
@@ -175,7 +176,7 @@ def _described_alike(a: object, b: object, across: bool) -> bool:
         return False
     try:
         return differs(codec.flatten(a), codec.flatten(b), across=across) is None
-    except Exception:  # raised by the user's function: the cache says so when it stores the sample
+    except own_errors():  # raised by the user's function: the cache says so when it stores the sample
         return False
 
 
@@ -218,7 +219,7 @@ def _pickled_alike(a: object, b: object) -> bool:
         return False
     try:
         return differs(_reduced(a), _reduced(b)) is None
-    except Exception:  # it cannot be pickled, or only by itself (a RecursionError)
+    except own_errors():  # it cannot be pickled, or only by itself (a RecursionError)
         return False
 
 
@@ -394,7 +395,7 @@ def _pixels(image: Any) -> bytes:
     """The bytes of a picture; of one whose file is damaged, what Pillow says of it."""
     try:
         return image.tobytes()  # type: ignore[no-any-return]
-    except Exception as error:  # Pillow raises errors of many kinds
+    except own_errors() as error:  # Pillow raises errors of many kinds
         return f"{type(error).__name__}: {error}".encode("utf-8", "replace")
 
 
@@ -447,5 +448,5 @@ def _shown(look: Callable[[Any], Any], node: Any) -> Any:
         return look(node)
     except RecursionError:
         raise
-    except Exception:  # of a stranger's code
+    except own_errors():  # of a stranger's code
         return None

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hotset._interrupts import own_errors
 from hotset.determinism.aliasing import copied
 from hotset.determinism.chain import applied
 from hotset.determinism.draws.probe import probe
@@ -135,7 +136,7 @@ def _alters(steps: Sequence[Callable[..., Any]], value: Any) -> bool:
     try:
         for step in steps:
             made = applied(step, made)
-    except Exception:
+    except own_errors():
         return False
     return content_digests(value) != before
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
 from helpers import often
 from programs import Programs
+from torch.utils.data import Dataset, IterableDataset
+
+import hotset
 
 COMMON = """
 import gc
@@ -217,3 +226,82 @@ def test_a_child_in_which_an_interrupt_came_first_has_locks_of_its_own(
 ) -> None:
     """With its parent's it would claim, and store, as if it were the parent."""
     assert run(programs, INTERRUPTED_FORK, tmp_path) == "0\n"
+
+
+class Late(Exception):
+    """What an alarm raises."""
+
+
+def alarm() -> None:
+    signal.raise_signal(signal.SIGALRM)
+
+
+@pytest.fixture
+def raise_late() -> Iterator[Callable[[int], Callable[[], bool]]]:
+    """Let the n-th alarm from now on raise; what it returns says whether that has come."""
+
+    def set_alarm(number: int) -> Callable[[], bool]:
+        alarms = itertools.count(1)
+        raised = []
+
+        def count(signum: int, frame: object) -> None:
+            if next(alarms) == number:
+                raised.append(number)
+                raise Late
+
+        signal.signal(signal.SIGALRM, count)
+        return lambda: bool(raised)
+
+    before = signal.getsignal(signal.SIGALRM)
+    yield set_alarm
+    signal.signal(signal.SIGALRM, before)
+
+
+def doubled(row: torch.Tensor) -> torch.Tensor:
+    alarm()
+    return row * 2
+
+
+def noisy(row: torch.Tensor) -> torch.Tensor:
+    alarm()
+    return row + torch.rand(())
+
+
+class Squares(Dataset[Any]):
+    """In its reading, and in both parts of its chain, an alarm may come."""
+
+    def __init__(self) -> None:
+        self.transforms = [doubled, noisy]
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        alarm()
+        row = torch.full((4,), float(i * i))
+        for transform in self.transforms:
+            row = transform(row)
+        return row
+
+
+class Letters(IterableDataset[str]):
+    def __iter__(self) -> Iterator[str]:
+        for letter in "abcdef":
+            alarm()
+            yield letter
+
+
+@pytest.mark.parametrize(("make", "step"), [(Squares, often(19, 1)), (Letters, 1)])
+def test_what_the_handler_of_a_signal_raises_is_not_taken_for_an_error_of_the_dataset(
+    make: Callable[[], Any], step: int, raise_late: Callable[[int], Callable[[], bool]]
+) -> None:
+    """It ends planning, and no transform is random because of it."""
+    for number in range(1, 1000, step):
+        has_come = raise_late(number)
+        try:
+            hotset.cache(make(), memory="1MiB").close()
+        except Late:
+            continue
+        assert not has_come()
+        break
+    assert number < 981

@@ -10,7 +10,7 @@
     session
     store
     policy
-    errors  units  _warnings  _progress
+    errors  units  _warnings  _interrupts  _progress
 
 Nor do they go in a circle, within a layer either. Every import counts: at the top of a module, inside a
 function, and for type checking alone.
@@ -39,7 +39,7 @@ MODULES = {
 }
 
 LAYERS = [
-    {"errors", "units", "_warnings", "_progress"},
+    {"errors", "units", "_warnings", "_interrupts", "_progress"},
     {"policy"},
     {"store"},
     {"session"},
@@ -53,13 +53,14 @@ ONE_PART = {
     "collate": "loader",
     "units": "errors",
     "_warnings": "errors",
+    "_interrupts": "errors",
     "_progress": "errors",
     "__main__": "cli",
 }
 # The command line is what starts the others.
 MAY_START = {"cli": {"demo", "run", "server"}}
 
-WITHOUT_TORCH = ["policy", "session", "cli", "errors", "units", "_warnings", "_progress"]
+WITHOUT_TORCH = ["policy", "session", "cli", "errors", "units", "_warnings", "_interrupts", "_progress"]
 WITHOUT_TORCH += [
     f"store.{name}" for name in ("format", "segment", "locks", "memory_limits", "fsck", "claims", "allocator")
 ]

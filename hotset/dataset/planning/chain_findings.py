@@ -11,7 +11,6 @@ nothing before it is live.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from hotset._interrupts import own_errors
 from hotset._warnings import printable
 from hotset.dataset.pipeline import Chain, Pipeline
 from hotset.dataset.planning.call_sites import reaction
@@ -163,7 +163,7 @@ class ChainJudge:
         recorders = [recorders[number] for recorders in self.reads.recorders]
         try:
             return self._judge_called(number, recorders)
-        except Exception as error:
+        except own_errors() as error:
             if isinstance(error, NotCacheable) or not self._reads_any():
                 raise
             what = f"{type(error).__name__} ({printable(str(error))})"
@@ -173,9 +173,11 @@ class ChainJudge:
     def _reads_any(self) -> bool:
         """Whether the dataset itself can read one of the samples."""
         for index in self.reads.indices:
-            with contextlib.suppress(Exception):
+            try:
                 self.pipeline.dataset[index]
-                return True
+            except own_errors():
+                continue
+            return True
         return False
 
     def _judge_called(self, number: int, recorders: Sequence[Recorder]) -> ChainFindings:
@@ -316,12 +318,12 @@ class ChainJudge:
     def _split(self, chain: Any, values: list[Any]) -> Split:
         try:
             return split(chain, values, self.strict)
-        except Exception as error:
+        except own_errors() as error:
             # One sample may be unreadable, and may never be asked for.
             for value in values:
                 try:
                     return split(chain, [value], self.strict)
-                except Exception:
+                except own_errors():
                     continue
             raise error
 
@@ -342,7 +344,7 @@ class ChainJudge:
         for index in self.reads.indices:
             try:
                 samples.append(dataset[index])
-            except Exception as raised:
+            except own_errors() as raised:
                 error = error or raised
         if not samples:
             assert error is not None

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from hotset._interrupts import own_errors
 from hotset.dataset.pipeline import ApplyAt, CannotBeCut, Chain, Cuts, Pipeline, Source, chain_of
 from hotset.dataset.planning.recorder import passes_shared_objects
 from hotset.dataset.transform_attributes import with_transforms
@@ -70,7 +71,7 @@ def _get_what_is_held(pipeline: Pipeline, cuts: Cuts, indices: Sequence[int]) ->
     left = {*range(len(cuts.own))} - {*cut}
     try:
         passed = [passes_shared_objects(pipeline, index, left) for index in indices]
-    except Exception:  # training may never ask for it
+    except own_errors():  # training may never ask for it
         return cut
     return [number for number in cut if any(each[number] for each in passed)]
 
@@ -81,7 +82,7 @@ def _reading(source: Source, index: int, generators: Generators) -> tuple[Any, d
         return source.finish(source.read_cut(index)), generators.states()
     except CannotBeCut:
         return _TELLS_NOTHING
-    except Exception:  # training may never ask for it
+    except own_errors():  # training may never ask for it
         return None
     finally:
         generators.restore()

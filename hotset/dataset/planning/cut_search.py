@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from hotset._interrupts import own_errors
 from hotset.dataset.pipeline import UNUSED, ChainCut, Cuts, Pipeline
 from hotset.dataset.plan import Row
 from hotset.dataset.planning.chain_findings import ChainFindings, ChainJudge, Findings, size_of
@@ -288,5 +289,5 @@ def _tried(step: Callable[..., Any], value: Any) -> tuple[Any, float | None]:
     """A live transform's output for a value, and its time; (None, None) if it raises."""
     try:
         return output_and_seconds(step, value)
-    except Exception:
+    except own_errors():
         return None, None

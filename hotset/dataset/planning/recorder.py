@@ -7,11 +7,11 @@ objects that the recorder returned. A dataset that copies or processes them has 
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from hotset._interrupts import own_errors
 from hotset.dataset.chain_calls import SamplePath, places_of
 from hotset.dataset.pipeline import Chain, Pipeline, Transform
 from hotset.dataset.planning.call_sites import CallSite, call_sites
@@ -115,7 +115,7 @@ def recorded(
     read = CopiedAttributes(twin, pipeline.dataset)
     try:
         return twin[index], recorders
-    except Exception as error:
+    except own_errors() as error:
         if any(recorder.irregular for recorder in recorders) or all(r.outputs for r in named.values()):
             return error, recorders
         raise
@@ -224,7 +224,7 @@ class RecordedSamples:
                 break
             try:
                 sample, recorders = self._timed(index)
-            except Exception as raised:  # a sample that cannot be read may never be asked for
+            except own_errors() as raised:  # a sample that cannot be read may never be asked for
                 error = error or raised
                 failed.append(index)
                 continue
@@ -261,8 +261,10 @@ class RecordedSamples:
         for index in self.indices * 3:
             if time.perf_counter() - begun > _READ_SECONDS:
                 break
-            with contextlib.suppress(Exception):
+            try:
                 self._timed(index)
+            except own_errors():
+                continue
 
     def _read_without_recorders(self, indices: Sequence[int], error: Exception) -> None:
         """Read the first of these samples that the dataset can read with its own chains.
@@ -275,7 +277,7 @@ class RecordedSamples:
             begun = time.perf_counter()
             try:
                 sample = self._pipeline.dataset[index]
-            except Exception as raised:
+            except own_errors() as raised:
                 own = own or raised
             else:
                 self._times.append(time.perf_counter() - begun)

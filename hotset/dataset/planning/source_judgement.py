@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
+from hotset._interrupts import own_errors
 from hotset.dataset.format_transform import columns_with_gaps, format_of
 from hotset.dataset.held_attributes import datasets_in
 from hotset.dataset.pipeline import Source
@@ -207,7 +208,7 @@ def _batch_is_alike(
             generators.restore()
             together = read(list(indices))
             return not generators.moved() and differs(alone, list(together)) is None
-        except Exception:  # a sample that cannot be read may never be asked for
+        except own_errors():  # a sample that cannot be read may never be asked for
             return True
 
 

@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from hotset._interrupts import own_errors
 from hotset.determinism.draws import entropy
 from hotset.determinism.draws.rng import GLOBAL, KINDS, Generators, access
 from hotset.determinism.equality import content_digests
@@ -249,7 +250,7 @@ def _first_samples(stream: Any, most: int = _SAMPLES) -> _Run:
             sample = next(samples)
         except StopIteration:
             break
-        except Exception:
+        except own_errors():
             if not found:
                 raise
             break  # training may never come to it, or meets it in its turn
@@ -323,7 +324,7 @@ def _copy(stream: Any) -> Any:
     """A copy that can be run without a trace in the stream; the stream itself if it cannot be copied."""
     try:
         return copy.deepcopy(stream)
-    except Exception:
+    except own_errors():
         return stream
 
 

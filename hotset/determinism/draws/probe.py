@@ -23,7 +23,6 @@ without.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import random
 import time
@@ -34,6 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from hotset._interrupts import own_errors
 from hotset.determinism.draws.draw_watch import DrawWatch
 from hotset.determinism.draws.rng import Generators
 from hotset.determinism.equality import content_digests, differs
@@ -153,9 +153,10 @@ def _drawing(
     """Read each index once more, alone; return those whose reading moves a generator."""
 
     def read_one(index: int) -> object:
-        with contextlib.suppress(*forgive):
+        try:
             return read(index)
-        return None
+        except own_errors(forgive):
+            return None
 
     watch, found = DrawWatch(holders), []
     _draw_from_globals()  # or a sample that seeds a generator may find it seeded so already
@@ -183,7 +184,7 @@ def _readings(
         begun = time.perf_counter()
         try:
             sample = read(index)
-        except forgive as error:
+        except own_errors(forgive) as error:
             failed[index] = error
             continue
         took = time.perf_counter() - begun
@@ -205,10 +206,12 @@ def _read_again(
     for number, (index, first, digests, _) in enumerate(order):
         if 0 < number < len(order) - 1 and time.perf_counter() - begun > seconds:
             continue
-        with contextlib.suppress(*forgive):
+        try:
             sentence = _differs(index, first, digests, read(index))
-            if sentence:
-                differs.setdefault(index, sentence)
+        except own_errors(forgive):
+            continue
+        if sentence:
+            differs.setdefault(index, sentence)
 
 
 def _differs(index: int, first: object, digests: dict[str, bytes], again: object) -> str | None:

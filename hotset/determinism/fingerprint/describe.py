@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from hotset._interrupts import own_errors
 from hotset.determinism.declare import DeclaredCallable
 from hotset.determinism.fingerprint.data_files import Files
 from hotset.determinism.objects.object_graph import attributes
@@ -100,7 +101,7 @@ class Describer:
         self._entered[id(value)] = len(self._entered)
         try:
             self._handler(kind)(self, value)
-        except Exception as error:  # of a stranger's code
+        except own_errors() as error:  # of a stranger's code
             self.unknown(value, f"could not be looked into ({type(error).__name__})")
         finally:
             self.put = outer
@@ -337,7 +338,7 @@ def _object(to: Describer, value: Any) -> None:
     if any(_VERSION in vars(kind) for kind in type(value).__mro__):
         try:
             to.add(value.__hotset_version__())
-        except Exception as error:
+        except own_errors() as error:
             to.unknown(value, f"has a {_VERSION} that raised {type(error).__name__} ({error})")
     if solid_base(type(value)) is object:
         to.state(value)
@@ -361,7 +362,7 @@ def _by_pickle(to: Describer, value: Any) -> None:
     """Describe an object that has a base written in C by what pickling it returns."""
     try:
         reduced = _reduce(value)
-    except Exception:  # libraries raise errors of many kinds for what cannot be pickled
+    except own_errors():  # libraries raise errors of many kinds for what cannot be pickled
         to.unknown(value)
         return
     if isinstance(reduced, str):
