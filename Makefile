@@ -76,7 +76,8 @@ gpu: $(VENV)/.installed
 # variants of tests that `make test` has; then ten minutes of deaths.
 THOROUGH := tests/store tests/session/test_session_budgets.py tests/session/test_runtime_dir.py \
 	tests/dataset/test_shared_cache.py tests/dataset/test_interrupts.py tests/dataset/test_cache_processes.py \
-	tests/determinism/test_fingerprint.py
+	tests/determinism/test_fingerprint.py tests/memoize/test_memo.py tests/device/test_sink.py \
+	tests/docs/test_site.py
 
 chaos: $(VENV)/.installed
 	$(BIN)/pip install --quiet -c $(CONSTRAINTS) -e '.[chaos]'

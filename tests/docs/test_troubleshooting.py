@@ -19,6 +19,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 HOLE = "\N{HORIZONTAL ELLIPSIS}"
+Modules = dict[str, list[tuple[str, ast.AST]]]  # by file: each function, with its name
 # The position of the sentence among the arguments of each function that warns.
 SINKS = {"warn": 0, "_warn": 0, "_warn_once": 0, "_tell": 2, "_read_uncached": 0, "_give_up": 0}
 SINKS |= {"_hotset_warn": 0}
@@ -67,12 +68,18 @@ COMPOSED: dict[tuple[str, str], tuple[str, ...]] = {
 
 
 @pytest.fixture(scope="module")
-def modules() -> dict[str, ast.Module]:
-    """The package's syntax trees; 80 MB, which must not stay: each fork copies their page tables."""
+def modules() -> Modules:
+    """The functions of each module; 80 MB, which must not stay: each fork copies their page tables."""
     package = ROOT / "hotset"
     return {
-        str(path.relative_to(package)): ast.parse(path.read_text()) for path in sorted(package.rglob("*.py"))
+        str(path.relative_to(package)): list(functions(ast.parse(path.read_text())))
+        for path in sorted(package.rglob("*.py"))
     }
+
+
+@pytest.fixture(scope="module")
+def said(modules: Modules) -> list[tuple[str, str]]:
+    return sorted(set(sentences(modules)))
 
 
 def functions(tree: ast.AST, above: str = "") -> Iterator[tuple[str, ast.AST]]:
@@ -126,11 +133,11 @@ def name_of(call: ast.Call) -> str:
     return called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
 
 
-def sentences(modules: dict[str, ast.Module]) -> Iterator[tuple[str, str]]:
+def sentences(modules: Modules) -> Iterator[tuple[str, str]]:
     """(where, sentence) for each warning, and each dataset that is not cached."""
     composed = {source for sources in COMPOSED.values() for source in sources}
-    for file, tree in modules.items():
-        for name, function in functions(tree):
+    for file, found_there in modules.items():
+        for name, function in found_there:
             place = f"{file}:{name}"
             if place in composed:
                 whole = [node for node in own_nodes(function) if isinstance(node, ast.JoinedStr)]
@@ -168,8 +175,7 @@ def is_quoted(sentence: str) -> bool:
     return longest in PAGE.read_text()
 
 
-def test_each_sentence_has_an_entry(modules: dict[str, ast.Module]) -> None:
-    said = sorted(set(sentences(modules)))
+def test_each_sentence_has_an_entry(said: list[tuple[str, str]]) -> None:
     assert len(said) > 100
     lacking = [
         f"{place}: {sentence}"
@@ -179,21 +185,21 @@ def test_each_sentence_has_an_entry(modules: dict[str, ast.Module]) -> None:
     assert lacking == [], "docs/troubleshooting.md lacks these"
 
 
-def test_each_entry_is_of_a_sentence_and_says_what_to_do(modules: dict[str, ast.Module]) -> None:
-    known = [sentence for _, sentence in sentences(modules)]
+def test_each_entry_is_of_a_sentence_and_says_what_to_do(said: list[tuple[str, str]]) -> None:
+    known = [sentence for _, sentence in said]
     parts = re.split(r"^### (.+?)$", PAGE.read_text(), flags=re.M)[1:]
     for heading, text in zip(parts[::2], parts[1::2], strict=True):
         assert any(fits(heading, sentence) for sentence in known), f"no sentence is like: {heading}"
         assert "**Do:**" in text, heading
 
 
-def test_the_reasons_why_machines_and_room_fail_are_there(modules: dict[str, ast.Module]) -> None:
+def test_the_reasons_why_machines_and_room_fail_are_there(modules: Modules) -> None:
     told = PAGE.read_text()
     from hotset.cluster import client, protocol  # they need an extra
 
     reasons = [*client._ENDS.values(), *(s.sentence for s in protocol.Status if s.name not in ("OK", "BUSY"))]
     for file in ("store/allocator.py", "store/spill.py"):
-        for name, function in functions(modules[file]):
+        for name, function in modules[file]:
             if name.rpartition(".")[2] in ("_limit_reached", "_file_system_full", "_no_memory"):
                 joined = [node for node in own_nodes(function) if isinstance(node, ast.JoinedStr)]
                 reasons += [text for node in joined for text in texts(node, function)]
@@ -201,13 +207,13 @@ def test_the_reasons_why_machines_and_room_fail_are_there(modules: dict[str, ast
     assert [reason for reason in reasons if reason not in told] == []
 
 
-def test_the_reasons_why_a_message_is_malformed_are_there(modules: dict[str, ast.Module]) -> None:
+def test_the_reasons_why_a_message_is_malformed_are_there(modules: Modules) -> None:
     """What another machine has sent is a part of a sentence (``Peer._warn``), and a part of a table's row."""
     told = PAGE.read_text()
     reasons = [
         text
         for file in ("cluster/protocol.py", "cluster/client.py")
-        for _, function in functions(modules[file])
+        for _, function in modules[file]
         for call in own_nodes(function)
         if isinstance(call, ast.Call) and name_of(call) in ("Malformed", "fail")
         for text in (texts(call.args[0], function) if call.args else [])
@@ -216,7 +222,7 @@ def test_the_reasons_why_a_message_is_malformed_are_there(modules: dict[str, ast
     assert [reason for reason in reasons if reason.strip(f": {HOLE}") not in told] == []
 
 
-def test_places_that_hand_sentences_on_are_there(modules: dict[str, ast.Module]) -> None:
-    there = {f"{file}:{name}" for file, tree in modules.items() for name, _ in functions(tree)}
+def test_places_that_hand_sentences_on_are_there(modules: Modules) -> None:
+    there = {f"{file}:{name}" for file, found in modules.items() for name, _ in found}
     named = {f"{file}:{name}" for file, name in COMPOSED} | {s for each in COMPOSED.values() for s in each}
     assert named <= there, named - there

@@ -19,6 +19,7 @@ function, and for type checking alone.
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import inspect
 import subprocess
@@ -77,8 +78,13 @@ def layer(name: str) -> int:
     return found[0]
 
 
-def imports(module: str) -> Iterator[tuple[int, str]]:
+@functools.cache
+def imports(module: str) -> list[tuple[int, str]]:
     """Every module that this one imports, with its line."""
+    return list(_imports(module))
+
+
+def _imports(module: str) -> Iterator[tuple[int, str]]:
     tree = ast.parse(MODULES[module].read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
