@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import all_pairs, equal_batches, is_a_sentence, recorded
+from helpers import all_pairs, equal_batches, is_a_sentence, rarely, recorded
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, get_worker_info
 
 import hotset
@@ -71,9 +71,12 @@ WORKERS = {
 }
 
 
+CASES = all_pairs([Course, TwoStages], [DataLoader, hotset.DataLoader], WORKERS, [as_it_is, subset, twice])
+
+
 @pytest.mark.parametrize(
     ("make", "kind", "workers", "wrap"),
-    all_pairs([Course, TwoStages], [DataLoader, hotset.DataLoader], WORKERS, [as_it_is, subset, twice]),
+    rarely(CASES, *(case for case in CASES if case[2:] == ("two", subset))),
 )
 def test_what_set_epoch_changes_counts_from_its_epoch_on(
     make: Any, kind: Any, workers: str, wrap: Any

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import gc
+import itertools
 import random
 import warnings
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import all_pairs, equal_batches, recorded
+from helpers import all_pairs, equal_batches, rarely, recorded
 from torch.utils.data import DataLoader, Dataset
 
 import hotset
@@ -84,7 +85,12 @@ def two_epochs(loader: Any, dataset: Any, workers: int = 0, **arguments: Any) ->
 RESISTING = (RefusesToBeCopied, RefusesToBePickled, IsItsOwnCopy, GuardsItsAttributes)
 
 
-@pytest.mark.parametrize(("kind", "loader", "workers"), all_pairs(RESISTING, LOADERS, [0, 2]))
+CASES = all_pairs(RESISTING, LOADERS, [0, 2])
+
+
+@pytest.mark.parametrize(
+    ("kind", "loader", "workers"), rarely(CASES, *[case for case in CASES if case[-1]][2:])
+)
 def test_a_dataset_that_refuses_to_be_copied_or_set_is_cut_and_unchanged(
     kind: Any, loader: str, workers: int
 ) -> None:
@@ -276,8 +282,13 @@ def test_a_class_that_getitem_makes_is_named_as_the_reason() -> None:
         hotset.cache(Computed(class_made_anew), memory="1MiB")
 
 
-@pytest.mark.parametrize("make", [np.asarray, torch.as_tensor, list, tuple])
-@pytest.mark.parametrize("made_by", LOADERS)
+MAKES = (np.asarray, torch.as_tensor, list, tuple)
+
+
+@pytest.mark.parametrize(
+    ("made_by", "make"),
+    rarely(itertools.product(LOADERS, MAKES), *(("torch", make) for make in MAKES[1:])),
+)
 def test_an_array_itself_is_a_dataset_with_live_transforms_in_workers(make: Any, made_by: str) -> None:
     rows = make(np.arange(2.0 * N).reshape(N, 2))
 

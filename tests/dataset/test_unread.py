@@ -104,7 +104,7 @@ def test_each_worker_opens_its_own_and_the_main_process_none(
         assert set(log.counts().values()) == {1}
 
 
-@pytest.mark.parametrize(("wrapped", "transform"), rarely(CASES, *CASES[:2]))
+@pytest.mark.parametrize(("wrapped", "transform"), rarely(CASES, *CASES[:2], CASES[-1]))
 def test_an_audit_in_the_main_process_leaves_no_file_open_that_workers_would_share(
     wrapped: str, transform: Any, log: ReadLog, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

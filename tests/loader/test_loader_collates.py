@@ -383,6 +383,7 @@ def test_a_pass_is_summed_up_whichever_way_it_took(kind: str, workers: int) -> N
     rarely(
         itertools.product(["a collate function", "one by one", "lists"], WORKERS),
         ("one by one", "workers"),
+        ("a collate function", "workers"),
         ("a collate function", "persistent workers"),
         ("lists", "persistent workers"),
     ),

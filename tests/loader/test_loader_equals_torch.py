@@ -360,6 +360,8 @@ def check_wrapped(wrap: Callable[[Make, Make], Any], suffix: list[Any], **option
         (_subset_of_subset, "all", 2),
         (_concat, "no suffix", 2),
         (_concat_of_one_cache_twice, "no suffix", 2),
+        (_random_split, "all", 2),
+        (_subset_of_concat, "no suffix", 2),
     ),
 )
 def test_equal_through_torchs_own_wrappers(wrap: Callable[..., Any], suffix: str, workers: int) -> None:

@@ -137,6 +137,7 @@ def test_all_are_cached_and_hits_equal_misses(make: Make, tmp_path: Path) -> Non
     rarely(
         all_pairs([sometimes_none, boxes, mixed_dtypes], [hotset.DataLoader, DataLoader], [0, 2]),
         (mixed_dtypes, DataLoader, 2),
+        (boxes, hotset.DataLoader, 2),
     ),
 )
 def test_a_users_collate_function_gets_the_same_in_each_epoch(

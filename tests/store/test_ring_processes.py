@@ -99,7 +99,7 @@ def fill_forever(ring: Ring, make: Any, seed: int) -> Callable[[], None]:
     rarely(itertools.product(["read", "gather"], [fixed, variable]), ("read", variable), ("gather", fixed)),
 )
 def test_while_the_window_moves_no_copy_is_torn_or_another_entrys(make: Any, how: str) -> None:
-    wanted = 2000
+    wanted = often(700, 2000)
     limit = limit_for(make, M, 50 * M)
     with opened(make, limit=limit, cursor=FAR) as ring:
         counts = shared(2)

@@ -50,15 +50,16 @@ def step_of(path: Path) -> int:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["hotset", "torch"])
 def test_a_resumed_run_equals_an_uninterrupted_one(kind: str, way: str, tmp_path: Path) -> None:
-    """From each checkpoint: in the midst of a pass, at its end, at the end of all."""
+    """From checkpoints in the midst of a pass, at its end, at the end of all."""
     options = WAYS[way]
     whole = trained(kind, 2, **options)
     saving = ModelCheckpoint(tmp_path, save_steps=1, keep=None)
     assert trained(kind, 2, saving, **options) == whole, "saving changed the run"
     steps = {step_of(path): path for path in tmp_path.iterdir()}
     assert len(steps) == (2 * BATCHES if not options else 2)
-    for step, path in steps.items():
-        check_resumed(resumed(path, kind, 2, **options), whole, step)
+    chosen = (1, BATCHES - 1, BATCHES, BATCHES + 1, 2 * BATCHES) if not options else steps
+    for step in chosen:
+        check_resumed(resumed(steps[step], kind, 2, **options), whole, step)
 
 
 @pytest.mark.parametrize("kind", ["hotset", "torch"])
