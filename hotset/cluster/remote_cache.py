@@ -37,6 +37,16 @@ _CLEAR_SECONDS, _AGAIN_SECONDS = 10.0, 0.1
 _AHEAD = 4
 _ESTIMATE, _ESTIMATE_SECONDS = 4000, 1.0
 
+_beginning = threading.Lock()  # in a forked child, which has threads of its own
+
+
+def _after_fork_in_child() -> None:
+    global _beginning
+    _beginning = threading.Lock()  # a thread of the parent may hold it
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
 
 class _Ahead(NamedTuple):
     """Requests that were sent ahead of use, and the store's clear generation at that time."""
@@ -62,7 +72,6 @@ class RemoteCache:
 
     def _begin(self) -> None:
         """Make what belongs to one process."""
-        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._peers = SessionPeers(self._number)
         self._cache: CacheIdentity | None = None
@@ -70,6 +79,7 @@ class RemoteCache:
         self._estimated = (float("-inf"), 0.0)
         # A loader's worker ends without collecting garbage: what it counted last would be lost.
         Finalize(None, _count_up, (weakref.ref(self),), exitpriority=0)
+        self._pid = os.getpid()  # last: another thread that sees it uses the rest
 
     def __reduce__(self) -> Any:
         return partial(RemoteCache, replicate=self._replicate), (self._number, self._fingerprint)
@@ -165,7 +175,9 @@ class RemoteCache:
     def _turn(self) -> threading.Lock:
         """The lock of the thread that uses the sockets, in this process."""
         if self._pid != os.getpid():
-            self._begin()
+            with _beginning:
+                if self._pid != os.getpid():
+                    self._begin()
         return self._lock
 
     # ---- all of it -----------------------------------------------------------------------------------

@@ -465,7 +465,9 @@ class Calls:
         if self._closed or self._is_off:
             return None
         if self._share is None:
-            self._share = self._opened()
+            with _opening:
+                if self._share is None:
+                    self._share = self._opened()
         share, store = self._share, self._share.store()
         if store is None:
             return None
@@ -579,9 +581,12 @@ def name_of(function: Any) -> str:
 
 
 _every: weakref.WeakSet[Calls] = weakref.WeakSet()
+_opening = threading.Lock()  # the store at a function's first call
 
 
 def _after_fork_in_child() -> None:
+    global _opening
+    _opening = threading.Lock()  # a thread of the parent may hold it
     # A child counts in a slot of its own, and has none of the parent's other threads.
     for each in list(_every):
         each._state = None

@@ -9,6 +9,8 @@ found                                   repair
 a quota that has ended                  its destroying process has died: the session is destroyed
 a session that its server's quota       it was made again after a reboot, and the server has begun since:
 does not name                           the session enters it
+a server's quota that names a session   the process that was making or destroying it has died: the session
+that is gone                            leaves it
 a quota, or a cache, that is damaged    removed, unless a process still uses it, which goes on
 a cache whose session is gone           removed, at once: it got its name under the lock of a quota
 a list of machines, or counts of their  removed, at once: it was written for a session that was there
@@ -36,7 +38,16 @@ from hotset.session import catalog, server_quota
 from hotset.session.reclaim import drop_damaged
 from hotset.session.runtime_dir import open_at, runtime
 from hotset.session.session_definition import Session, quota_in
-from hotset.session.session_files import CACHE, DEFINITION, QUOTA, SHARED, is_there, remove_cache, unlink
+from hotset.session.session_files import (
+    CACHE,
+    DEFINITION,
+    QUOTA,
+    SERVER_QUOTA,
+    SHARED,
+    is_there,
+    remove_cache,
+    unlink,
+)
 from hotset.session.sessions import destroy, expire, one_at_a_time, sessions
 from hotset.session.spill_dirs import known_folders, opened_spill
 from hotset.store.locks import is_locked
@@ -105,6 +116,8 @@ def _recover_runtime(folder: int, alive: dict[int, Session]) -> list[str]:
         elif cache and int(cache[1]) not in alive.keys() | used:
             remove_cache(folder, file)
             sentences.append(f"Removed {file}: its session is gone.")
+        elif server := SERVER_QUOTA.fullmatch(file):
+            server_quota.keep(folder, int(server[1]), alive.keys() | used)
         elif (shared := SHARED.fullmatch(file)) and int(shared[1]) not in alive:
             unlink(folder, file)
         elif _UNFINISHED.fullmatch(file) and _is_old(folder, file):

@@ -18,13 +18,14 @@ session that was created again after a reboot enters once its server has started
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 
 from hotset.errors import SessionError
 from hotset.session.quota import Quota
 from hotset.session.runtime_dir import runtime
 from hotset.session.session_files import unlink
 
-__all__ = ["drop", "enter", "leave", "limit", "put_under_server", "set_limit"]
+__all__ = ["drop", "enter", "keep", "leave", "limit", "put_under_server", "set_limit"]
 
 
 def set_limit(port: int, memory: int) -> None:
@@ -78,6 +79,14 @@ def leave(port: int | None, number: int) -> None:
         row = quota.members().get(number)
         if row is not None:
             quota.leave(row)
+
+
+def keep(folder: int, port: int, numbers: Collection[int]) -> None:
+    """Remove all sessions but these from a server's quota: a process may have died before it made one."""
+    with contextlib.suppress(OSError), _quota(folder, port) as quota:
+        for number, row in quota.members().items():
+            if number not in numbers:
+                quota.leave(row)
 
 
 def put_under_server(folder: int, port: int, number: int, quota: Quota) -> None:

@@ -38,6 +38,7 @@ __all__ = [
     "CACHE",
     "DEFINITION",
     "QUOTA",
+    "SERVER_QUOTA",
     "SHARED",
     "caches_of",
     "id_of",
@@ -57,6 +58,7 @@ QUOTA = re.compile(r"(\d{1,10})\.session")
 CACHE = re.compile(r"(\d{1,10})-([0-9a-f]{32})-([0-9a-f]{16})\.(cache|spill)")
 DEFINITION = re.compile(r"(\d{1,10})\.session\.json")
 SHARED = re.compile(r"(\d{1,10})\.(?:cluster|traffic)")
+SERVER_QUOTA = re.compile(r"server-(\d{1,5})\.ledger")
 
 _READERS_SECONDS = 5.0
 _BLOCK = 512  # the unit of st_blocks, whatever the file system's own is

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import interrupted_everywhere
+from helpers import in_threads, interrupted_everywhere
+from kills import in_child
 from samples import big_image_and_label as image
 from stores import ids, store_of
 from torch.utils.data.distributed import DistributedSampler
@@ -320,6 +322,31 @@ def test_an_interrupted_fetch_is_followed_by_others() -> None:
             thread.start()
             thread.join(60)
             assert not thread.is_alive()
+
+
+def test_threads_that_ask_first_in_a_forked_child_make_one_set_of_connections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No thread uses the parent's, nor, with a lock of its own, those of another thread."""
+    with four() as made:
+        store, way = made.peers["a"].store, neighbours(made, "a")
+        begun: list[int] = []
+
+        def begin(number: int) -> SessionPeers:
+            begun.append(threading.get_ident())
+            time.sleep(0.2)
+            return SessionPeers(number)
+
+        def of_the_parent() -> None:
+            raise AssertionError("they are the parent's")
+
+        def child() -> None:
+            way._peers.refresh = of_the_parent  # type: ignore[method-assign]
+            in_threads(3, lambda _: way.fetch(store, ids(made.sample("bd")), made.text).read.clear())
+            assert len(begun) == 1
+
+        monkeypatch.setattr(remote_cache, "SessionPeers", begin)
+        in_child(child)
 
 
 def test_only_what_has_no_room_here_is_passed_on() -> None:

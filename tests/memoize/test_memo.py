@@ -6,8 +6,10 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import gc
 import io
 import itertools
+import multiprocessing
 import os
 import pickle
 import random
@@ -1137,6 +1139,27 @@ def test_what_memory_has_no_room_for_goes_to_the_spill(tmp_path: Path) -> None:
         kept.clear()
         assert kept(29)[0] == 29
         assert len(calls) == 31
+
+
+def test_threads_of_a_worker_that_call_a_function_first_are_one_user_of_its_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With two the store would stay open after the function is closed."""
+    raise_budget = MemoStore.raise_budget
+
+    def slowly(store: MemoStore, memory: int | str) -> None:
+        time.sleep(0.2)
+        raise_budget(store, memory)
+
+    with hotset.memo(str.lower, memory="1MiB"):
+        monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())  # as in a loader's worker
+        kept = hotset.memo(str.upper, memory="1MiB")
+        monkeypatch.setattr(MemoStore, "raise_budget", slowly)
+        in_threads(2, lambda _: kept("a"))
+        (store,) = {id(each): each for each in gc.get_objects() if type(each) is MemoStore}.values()
+    assert store.store() is not None
+    kept.close()
+    assert store.store() is None
 
 
 def test_a_function_keeps_its_results_though_the_last_other_one_is_closed_meanwhile(

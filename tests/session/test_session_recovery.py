@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 from helpers import is_a_sentence
-from kills import child, ended
+from kills import child, ended, in_child
 from samples import jpeg_like, kilobyte, mapping
 from session_places import MIB, N, old, read_all, reboot, spilled
 from sources import Samples
@@ -25,6 +26,7 @@ from hotset.session import recovery, sessions
 from hotset.session import server_quota as servers
 from hotset.session import spill_dirs as spills
 from hotset.session.named_lock import NamedLocks
+from hotset.session.quota import Quota
 from hotset.session.session_definition import Session, open_quota
 from hotset.store.format import HEADER_BYTES, LIVE_AT, Live
 
@@ -351,6 +353,34 @@ def test_a_server_that_begins_after_a_reboot_bounds_the_sessions_that_it_had(
     assert sessions.sessions() == [session]
     with open_quota(session) as book:
         assert book.left(book.enter(1)) == 1000
+
+
+def places_of(runtime: Path, port: int) -> list[int]:
+    """The sessions that a server's quota names."""
+    folder = os.open(runtime, os.O_RDONLY)
+    try:
+        with contextlib.closing(Quota(folder, f"server-{port}.ledger")) as book:
+            return sorted(book.members())
+    finally:
+        os.close(folder)
+
+
+def test_a_session_whose_maker_died_leaves_its_servers_quota(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers.set_limit(50123, MIB)
+    session = sessions.create("a", memory=MIB, server=50123)
+
+    def make() -> None:
+        monkeypatch.setattr(sessions, "write_down", lambda *_: os._exit(0))
+        sessions.create("b", memory=MIB, server=50123)
+
+    in_child(make)
+    assert len(places_of(runtime, 50123)) == 2
+    recovery.gc()
+    assert places_of(runtime, 50123) == [session.number]
+    sessions.destroy(session)
+    servers.drop(50123)
 
 
 # Damaged quotas
