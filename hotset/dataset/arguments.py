@@ -17,7 +17,7 @@ from hotset.dataset.streams.source import is_stream
 from hotset.dataset.window import Window
 from hotset.determinism.batched import Batched
 from hotset.determinism.chain import leaves
-from hotset.errors import ArgumentError
+from hotset.errors import ArgumentError, NotCacheable
 from hotset.session.session_definition import Session
 from hotset.units import parse_bytes
 
@@ -61,7 +61,10 @@ class CacheOptions(NamedTuple):
 
 
 def explain_wrong_calls(function: F) -> F:
-    """Have a call with wrong arguments raise an error that says what to write."""
+    """Have a call with wrong arguments raise an error that says what to write.
+
+    A refusal says all that there is to know of it, so its traceback ends here.
+    """
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -70,7 +73,10 @@ def explain_wrong_calls(function: F) -> F:
             signature.bind(*given, **named)
         except TypeError as error:
             raise TypeError(_advice(given, named, list(signature.parameters), error)) from None
-        return function(*given, **named)
+        try:
+            return function(*given, **named)
+        except NotCacheable as refusal:
+            raise refusal.with_traceback(None) from refusal.__cause__
 
     return cast(F, call)
 

@@ -66,7 +66,7 @@ def cache(  # type: ignore[overload-overlap]
     transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None,
     memory: int | str = "auto",
     spill: str | os.PathLike[str] | Literal[False] | None = None,
-    session: str | int | None = None,
+    session: str | int | Session | None = None,
     key: str | None = None,
     strict: bool = False,
     cut: int | None = None,
@@ -80,7 +80,7 @@ def cache(
     transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None,
     memory: int | str = "auto",
     spill: str | os.PathLike[str] | Literal[False] | None = None,
-    session: str | int | None = None,
+    session: str | int | Session | None = None,
     key: str | None = None,
     window: Window | None = None,
     cluster: str | None = None,
@@ -98,7 +98,7 @@ def cache(
     transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None,
     memory: int | str = "auto",
     spill: str | os.PathLike[str] | Literal[False] | None = None,
-    session: str | int | None = None,
+    session: str | int | Session | None = None,
     key: str | None = None,
     window: Window | None = None,
     cluster: str | None = None,
@@ -133,8 +133,9 @@ def cache(
             memory. It is made if it does not exist; its parent must exist. Of the disk, 64 MiB or a
             hundredth, whichever is more, stay free. A session has a spill folder of its own; ``False`` keeps
             this cache in memory there.
-        session: name or number of a session (``hotset session create``), whose caches outlive this job: a job
-            that caches the same in it later finds the samples there. Without it the cache ends with the job.
+        session: a session (``hotset session create``), or its name or number. Its caches outlive this job: a
+            job that caches the same in it later finds the samples there. Without it the cache ends with the
+            job.
         key: names the cached content, in place of the fingerprint of source and transforms. Ranks share a
             cache if they give the same key, the length is the same, and both or neither have a live part.
         window: keep only a part of the samples in memory, which runs over all of them: see
@@ -180,7 +181,7 @@ def cache(
         transform,
         memory,
         checked_folder(spill),
-        session,
+        Session.name_of(session),
         key,
         window,
         cluster,

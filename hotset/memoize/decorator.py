@@ -21,6 +21,7 @@ from hotset.dataset.spill_folder import checked_folder
 from hotset.errors import ArgumentError
 from hotset.memoize.calls import Calls, name_of
 from hotset.memoize.memo_store import MemoStats
+from hotset.session.session_definition import Session
 from hotset.units import parse_bytes
 
 __all__ = ["Memo", "memo"]
@@ -117,7 +118,7 @@ def memo(
     *,
     memory: int | str = "auto",
     spill: str | os.PathLike[str] | None = None,
-    session: str | int | None = None,
+    session: str | int | Session | None = None,
     key: str | None = None,
     copy: bool = True,
     evict: Literal["lru"] | None = None,
@@ -128,7 +129,7 @@ def memo(
     *,
     memory: int | str = "auto",
     spill: str | os.PathLike[str] | None = None,
-    session: str | int | None = None,
+    session: str | int | Session | None = None,
     key: str | None = None,
     copy: bool = True,
     evict: Literal["lru"] | None = None,
@@ -138,7 +139,7 @@ def memo(
     *,
     memory: int | str = "auto",
     spill: str | os.PathLike[str] | None = None,
-    session: str | int | None = None,
+    session: str | int | Session | None = None,
     key: str | None = None,
     copy: bool = True,
     evict: Literal["lru"] | None = None,
@@ -161,7 +162,7 @@ def memo(
             the largest counts.
         spill: a folder on a disk for results that memory has no room for. It counts for all functions, where
             the first of them is memoised.
-        session: name or number of a session, whose results outlive this job.
+        session: a session, or its name or number; its results outlive this job.
         key: names what the function computes, in place of its fingerprint: for functions that hold what
             cannot be described. Change it when the function changes.
         copy: False returns arrays as read-only views of the shared memory; tensors and other objects are
@@ -193,7 +194,7 @@ def memo(
     options = {
         "memory": memory,
         "spill": checked_folder(spill) or None,
-        "session": session,
+        "session": Session.name_of(session),
         "key": key,
         "copy": copy,
         "evict": evict,

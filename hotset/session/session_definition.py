@@ -73,6 +73,11 @@ class Session:
     created: float
     server: int | None
 
+    @staticmethod
+    def name_of(session: Session | str | int | None) -> str | int | None:
+        """What a program may give as a session, as its name or number; None for none."""
+        return session.name if isinstance(session, Session) else session
+
     @property
     def file(self) -> str:
         """Name of its quota in the runtime folder."""

@@ -51,7 +51,7 @@ from hotset.session.session_definition import (
 from hotset.session.session_files import QUOTA, membership_file, peer_stats_file, remove_caches, unlink
 from hotset.session.spill_dirs import make_spill, remember
 from hotset.store import memory_limits
-from hotset.units import format_bytes
+from hotset.units import format_bytes, parse_bytes
 
 __all__ = ["Resized", "create", "destroy", "expire", "find", "one_at_a_time", "resize", "sessions"]
 
@@ -66,7 +66,7 @@ _LOCK_SECONDS = 30.0
 def create(
     name: str | None = None,
     *,
-    memory: int | None = None,
+    memory: int | str | None = None,
     spill: str | None = None,
     ttl: float | None = None,
     persist: bool = False,
@@ -77,8 +77,9 @@ def create(
     Args:
         name: up to 100 of the characters A-Z, a-z, 0-9, dot, underscore and hyphen, no dot first and not a
             number; its number if None.
-        memory: bytes that its caches may hold together. None: what the server has, or without a server half
-            of what is free; but no more than the runtime folder's file system has.
+        memory: what its caches may hold together: bytes, a string such as ``"64GiB"``, or a share such as
+            ``"50%"`` of the machine's memory or its control group's limit. None: what the server has, or
+            without a server half of what is free; but no more than the runtime folder's file system has.
         spill: a folder for samples beyond that; it is created if only the last folder of the path is missing.
             64 MiB or 1% of its disk, whichever is more, stays free.
         ttl: seconds after its last use at which it expires.
@@ -87,23 +88,25 @@ def create(
 
     Raises:
         SessionError: the name is not allowed or taken, or the spill folder cannot be used.
+        QuantityError: ``memory`` is not an amount of memory.
 
     Warns:
         HotsetWarning: the runtime folder's file system has less than ``memory``.
     """
-    _require_sense(name, memory, spill, ttl, persist)
+    _require_sense(name, spill, ttl, persist)
+    asked = None if memory is None else _amount(memory)
     if spill is not None:
         spill = os.path.abspath(spill)
         make_spill(spill)
         remember(spill)
     expire()
-    memory = _memory(memory, server)
+    limit = _memory(asked, server)
     with one_at_a_time(), runtime() as folder:
         there = {known.name: known.number for known in sessions()}
         if name in there:
             raise SessionError(f"there is a session {name!r} already; destroy it, or choose another name.")
         number = _draw(set(there.values()))
-        session = Session(number, name or str(number), memory, spill, persist, ttl, time.time(), server)
+        session = Session(number, name or str(number), limit, spill, persist, ttl, time.time(), server)
         try:
             # First: a job that finds the session looks only then what bounds it.
             server_quota.enter(folder, server, number)
@@ -149,12 +152,13 @@ def sessions() -> list[Session]:
     return sorted(found, key=lambda session: (session.created, session.number))
 
 
-def destroy(session: Session, *, unused: float | None = None) -> int:
+def destroy(session: Session | str | int, *, unused: float | None = None) -> int:
     """Destroy a session: free its memory and its disk, also while jobs use it.
 
     These jobs find their samples absent and read them from their source from then on.
 
     Args:
+        session: it, or its name or number.
         unused: seconds; destroy it only if no process has used it for longer. None: in any case.
 
     Returns:
@@ -163,6 +167,7 @@ def destroy(session: Session, *, unused: float | None = None) -> int:
     Raises:
         SessionError: it is gone already, or has been used since.
     """
+    session = session if isinstance(session, Session) else find(session)
     with one_at_a_time(), runtime() as folder:
         with quota_in(folder, session.file) as quota:
             if unused is not None and _idle(quota) <= unused:
@@ -192,20 +197,25 @@ class Resized:
     over: int
 
 
-def resize(session: Session, memory: int) -> Resized:
+def resize(session: Session | str | int, memory: int | str) -> Resized:
     """Change the memory limit of a session's caches, also while jobs use it.
 
     A job that had found the session full goes on filling within half a second. If the caches hold more than
     the new limit, unused caches are dropped, the least recently used first. Caches that are in use or pinned
     stay, and no samples are added until the session holds less.
 
+    Args:
+        session: it, or its name or number.
+        memory: as :func:`create` takes it.
+
     Raises:
         SessionError: it is gone, or the amount is invalid or more than its server has.
+        QuantityError: ``memory`` is not an amount of memory.
 
     Warns:
         HotsetWarning: the runtime folder's file system has less than ``memory``.
     """
-    _require_amount(memory)
+    session, memory = session if isinstance(session, Session) else find(session), _amount(memory)
     bound = server_quota.limit(session.server) if session.server is not None else None
     if bound is not None and memory > bound:
         raise SessionError(
@@ -271,10 +281,8 @@ class _OneAtATime(NamedLocks):
 # ---- what is asked for -------------------------------------------------------------------------------
 
 
-def _require_sense(
-    name: str | None, memory: int | None, spill: str | None, ttl: float | None, persist: bool
-) -> None:
-    if name is not None and (not _NAME.fullmatch(name) or name.isdigit()):
+def _require_sense(name: str | None, spill: str | None, ttl: float | None, persist: bool) -> None:
+    if name is not None and (not isinstance(name, str) or not _NAME.fullmatch(name) or name.isdigit()):
         raise SessionError(
             "a session's name must be up to 100 of the characters A-Z, a-z, 0-9, dot, underscore and hyphen, "
             f"not start with a dot, and not be digits only, got {_short(name)}; choose another."
@@ -283,17 +291,19 @@ def _require_sense(
         raise SessionError("a spill folder must be a path, got ''; name one, or leave it out.")
     if persist and spill is None:
         raise SessionError("persist needs a spill folder to keep the records in; pass one as spill.")
-    if memory is not None:
-        _require_amount(memory)
-    if ttl is not None and not 0 < ttl < float("inf"):
-        raise SessionError(f"ttl must be a positive number of seconds, got {ttl}.")
+    if ttl is not None and not (isinstance(ttl, (int, float)) and 0 < ttl < float("inf")):
+        raise SessionError(f"ttl must be a positive number of seconds, got {ttl!r}.")
 
 
-def _require_amount(memory: int) -> None:
+def _amount(memory: int | str) -> int:
+    """The bytes that were asked for."""
+    if type(memory) is not int:
+        memory = parse_bytes(memory, whole=lambda: memory_limits.headroom().limit)
     if memory < 0:
         raise SessionError(f"memory must be zero or more bytes, got {memory}.")
     if memory > _MOST_MEMORY:
         raise SessionError(f"memory must be a number of bytes that a machine can have, got {memory}.")
+    return memory
 
 
 def _memory(asked: int | None, server: int | None) -> int:
@@ -326,7 +336,8 @@ def _draw(taken: set[int]) -> int:
             return number
 
 
-def _short(text: str) -> str:
+def _short(name: object) -> str:
     """A name from any source, as it can be shown."""
+    text = name if isinstance(name, str) else repr(name)
     shown = ascii(text[:60])
     return shown if len(text) <= 60 else f"{shown}... ({len(text):,} characters)"

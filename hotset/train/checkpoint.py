@@ -17,6 +17,7 @@ flushed, and renamed.
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -54,11 +55,20 @@ def write(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
-    folder = os.open(target.parent, os.O_RDONLY)
+    _flush_folder(target.parent)
+
+
+def _flush_folder(path: Path) -> None:
+    """Make the names in a folder as durable as the files, where its file system can do that."""
     try:
-        os.fsync(folder)  # the name is as durable as the file
-    finally:
-        os.close(folder)
+        folder = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        if error.errno in (errno.EIO, errno.ENOSPC):  # the disk's; others say that it cannot be asked for
+            raise
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -592,8 +592,14 @@ class AlsoCounting(Augmented):
 
 
 def test_beside_samples_that_draw_one_that_differs_without_a_draw_is_refused() -> None:
-    with pytest.raises(hotset.NotCacheable, match="returns another sample each time"):
+    with pytest.raises(hotset.NotCacheable, match=r"returns another sample each time.*hotset run"):
         cached_of(AlsoCounting({0}, "random"))
+
+
+def test_a_refusal_shows_the_call_and_not_what_hotset_did_in_it() -> None:
+    with pytest.raises(hotset.NotCacheable) as refused:
+        hotset.cache(AlsoCounting({0}, "random"))
+    assert len(refused.traceback) == 2
 
 
 class SeedsItsWorker(Dataset[Any]):

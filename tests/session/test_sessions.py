@@ -81,14 +81,41 @@ def test_a_session_without_a_name_is_called_by_its_number() -> None:
     [
         ({"memory": -1}, "got -1"), ({"ttl": 0.0}, "ttl must be"), ({"ttl": float("nan")}, "ttl must be"),
         ({"ttl": float("inf")}, "ttl must be"), ({"persist": True}, "spill folder"),
+        ({"ttl": "1h"}, "got '1h'"), ({"name": 5}, "got '5'"),
         ({"spill": "/dev/null/x"}, "/dev/null/x"), ({"spill": "/tmp/odd\nname"}, "odd characters"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_in_a_sentence(more: dict[str, Any], match: str, runtime: Path) -> None:
     with pytest.raises(SessionError, match=match) as refused:
-        sessions.create("odd", **{"memory": 1000, **more})
+        sessions.create(**{"name": "odd", "memory": 1000, **more})
     assert is_a_sentence(str(refused.value))
     assert os.listdir(runtime) == []
+
+
+def test_memory_is_given_as_anywhere_else() -> None:
+    session = sessions.create("a", memory="8MiB")
+    assert session.memory == 8 * MIB
+    assert sessions.resize("a", "10MiB").session.memory == 10 * MIB
+    for amount in ("8 parsecs", 1.5):
+        for ask in (lambda: sessions.create("b", memory=amount), lambda: sessions.resize("a", amount)):  # noqa: B023
+            with pytest.raises(hotset.QuantityError, match="memory must be") as refused:
+                ask()
+            assert is_a_sentence(str(refused.value))
+    assert sessions.find("a").memory == 10 * MIB
+
+
+def test_a_session_can_be_given_where_its_name_can() -> None:
+    session = sessions.create("a", memory=MIB)
+    for given in (session, "a", session.number):
+        with hotset.cache(Samples(constant_row, 4), session=given) as cached:
+            assert [len(cached[i]) for i in range(4)]
+            assert cached.stats().misses == 4  # by all of them
+        with hotset.memo(divmod, session=given) as kept:
+            assert kept(7, 2) == (3, 1)
+            assert kept.stats().computed == 1
+    sessions.destroy("a")
+    with pytest.raises(SessionError, match="no session 'a'"):
+        sessions.destroy("a")
 
 
 def test_of_eight_processes_that_create_one_name_one_does(runtime: Path) -> None:

@@ -6,8 +6,10 @@ Interrupted by a stop, an exception, or a kill while it saves; the files themsel
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import stat
 import time
 from pathlib import Path
 
@@ -229,6 +231,27 @@ def test_a_checkpoint_of_a_gpu_goes_on_on_the_cpu(tmp_path: Path) -> None:
 
 
 # ---- killed ------------------------------------------------------------------------------------------
+
+
+def test_a_file_system_that_cannot_flush_a_folder_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flush, said = os.fsync, errno.EINVAL
+
+    def of_files_alone(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(said, os.strerror(said))
+        flush(fd)
+
+    monkeypatch.setattr(os, "fsync", of_files_alone)
+    saving = ModelCheckpoint(tmp_path)
+    with loader_of("torch") as loader:
+        model_of().train(1, loader, saving)
+        assert saving.latest is not None
+        model_of().load_checkpoint(saving.latest)
+        said = errno.EIO
+        with pytest.raises(OSError, match="Input/output"):
+            model_of().train(1, loader, ModelCheckpoint(tmp_path, prefix="other"))
 
 
 def train_for_ever(folder: Path) -> int:

@@ -122,8 +122,8 @@ def _judge(dataset: Any, source: Source, probed: Probe) -> tuple[list[str], bool
     raise NotCacheable(
         f"{kind} returns another sample each time ({'; '.join(seen)}), and a cache would repeat one draw in "
         f"all epochs. {_parts_first(dataset)} the random part to transform=[...], after the part to be "
-        "cached; or keep what its decoder returns, with hotset.memo; or, if the differences do not matter, "
-        f"declare it: {declaration_of(dataset)}."
+        "cached; or keep what its decoder returns, with `hotset run`, which needs no changed line, or with "
+        f"hotset.memo; or, if the differences do not matter, declare it: {declaration_of(dataset)}."
     )
 
 
