@@ -85,6 +85,9 @@ class BatchCycle:
             ArgumentError: the loader gives nothing at all.
             Exception: what the loader raises.
         """
+        resident = self._ready[0][0].resident if self._ready else None
+        if resident is not None and not resident.is_current:
+            self.load_state_dict(self.state_dict())  # the cache was cleared: these rows are found anew
         while not self._ready:
             if not self._fetch(wanted):
                 self._end_pass()

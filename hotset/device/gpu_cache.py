@@ -121,6 +121,7 @@ class GpuCache:
             if not self._fill(selector, ids):
                 return None
             self._generation = generation
+        self._passed_by = -1  # after a clear the rest of its pass goes by, too
         return ResidentBatches(self, selector)
 
     def _pass_by(self) -> None:
@@ -246,10 +247,15 @@ class ResidentBatches:
             return self._source.build()
         return self.cache.mixed(rows, absent)
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the resident samples are those that the host's cache holds now."""
+        return self.cache.is_current(self._source.generation())
+
     def _next(self) -> Ids | None:
         """The next batch's sample ids; None if it has none, or the cache was cleared since the pass began."""
         ids = self._source.select()
-        return ids if self.cache.is_current(self._source.generation()) else None
+        return ids if self.is_current else None
 
     def rows(self) -> Ids | None:
         """The rows of the next batch, which counts as handed over; None if it is not made of resident ones.

@@ -154,7 +154,7 @@ def test_states_that_are_none() -> None:
 class Serving:
     """Rows as a pass over resident samples gives them, by a script: rows, a batch of its own, an error."""
 
-    complete = True
+    complete = is_current = True
 
     def __init__(self, script: list[Any]) -> None:
         self._script = iter(script)

@@ -26,6 +26,7 @@ from sources import PlainError, RaisingKey, Samples
 from torch.utils.data import DataLoader, DistributedSampler
 
 import hotset
+from hotset.device.gpu_cache import GpuCache
 from hotset.device.queue import DeviceQueue
 from hotset.device.sink import Sink, data_sink
 from hotset.errors import ArgumentError, StateError
@@ -389,6 +390,36 @@ def test_an_error_in_the_step_goes_through_and_the_next_call_goes_on() -> None:
         assert sink.steps == 2
         sink()
         assert (sink.steps, seen, sink.epoch) == (6, [0, 1, 2, 3, 4, 0, 1], 1)
+
+
+def test_what_was_resident_before_a_clear_is_not_given_after_it() -> None:
+    """Nor by the call that goes on after an error in the midst of its steps."""
+    plus, seen = [0], []
+
+    def step(values: torch.Tensor, index: torch.Tensor) -> None:
+        seen.extend(zip(index.tolist(), (values[:, 0] - index).tolist(), strict=True))
+        if len(seen) in (20, 44):
+            raise KeyError("in the step")
+
+    def sample(index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((8,), index + plus[0]), index
+
+    with hotset.cache(Samples(sample, 16), memory="1MiB") as cached:
+        loader = hotset.DataLoader(cached, batch_size=2)
+        list(loader)
+        queue = DeviceQueue(loader, device="cpu")
+        queue._gpu_cache = GpuCache(1 << 20, torch.device("cpu"))  # as a GPU has one
+        sink = data_sink(step, queue)
+        with pytest.raises(KeyError):
+            sink(steps=12)
+        plus[0] = 100
+        cached.clear()
+        with pytest.raises(KeyError):
+            sink(steps=12)
+        sink(steps=2)
+        sink.close()
+    assert [index for index, _ in seen] == [*range(16)] * 3
+    assert [more for _, more in seen] == [0] * 20 + [100] * 28
 
 
 def test_ctrl_c_goes_through_and_the_next_call_goes_on() -> None:
