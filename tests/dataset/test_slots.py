@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torchvision
 from helpers import all_pairs, equal_batches, rarely, recorded
 from sources import Handle
 from torch.utils.data import DataLoader, Dataset, Subset
@@ -282,6 +281,8 @@ def _seeded_passes(loader: Any, dataset: Any, workers: int) -> list[Any]:
     ("kind", "made_by", "workers"), all_pairs([Transformed, FrozenTransformed], LOADERS, [0, 2])
 )
 def test_a_random_transform_in_a_slot_stays_live(kind: Any, made_by: str, workers: int) -> None:
+    import torchvision
+
     transform = [lambda value: value + 1, jitter]
     chain = torchvision.transforms.Compose(transform)
     with hotset.cache(kind(chain), memory="1MiB") as cached:
