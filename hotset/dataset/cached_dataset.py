@@ -82,16 +82,16 @@ class CachedDataset(DatasetProxy[T]):
         (tensor([1, 2]),)
     """
 
-    __slots__ = ("_cache",)
-    _cache: CurrentCache
+    __slots__ = ("_hotset_cache",)
+    _hotset_cache: CurrentCache
 
     def __init__(self, dataset: Dataset[T], arguments: CacheArguments, make: Make) -> None:
         super().__init__(dataset, arguments)
         inner = [cache_of(each) for each in cached_in(dataset) if isinstance(each, CachedDataset)]
-        self._cache = CurrentCache(dataset, arguments, make, self._set_since, inner)
+        self._hotset_cache = CurrentCache(dataset, arguments, make, self._hotset_set_since, inner)
 
-    def _attribute_was_set(self, name: str) -> None:
-        self._cache.attribute_was_set(name)
+    def _hotset_attribute_was_set(self, name: str) -> None:
+        self._hotset_cache.attribute_was_set(name)
 
     @property  # type: ignore[misc] # object's own can be set
     def __class__(self) -> type[Any]:
@@ -99,32 +99,32 @@ class CachedDataset(DatasetProxy[T]):
 
         A dataset that has an attribute ``dataset`` of its own is taken apart, too, and by the wrong one.
         """
-        kind = type(self.__dict__.get("_dataset"))
+        kind = type(self.__dict__.get("dataset"))
         stands_in = issubclass(kind, Dataset) and not issubclass(kind, _TAKEN_APART)
-        return kind if stands_in and not has(self._dataset, "dataset") else type(self)
+        return kind if stands_in and not has(self.dataset, "dataset") else type(self)
 
     @property
     def plan(self) -> Plan:
-        return self._cache.at_use().plan
+        return self._hotset_cache.at_use().plan
 
     # ---- samples -------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        cache = self._cache
+        cache = self._hotset_cache
         # Samplers ask for the length as a pass begins.
         return (cache.at_use(in_pass=True) if cache.in_pass else cache.as_pass_begins()).plan.used
 
     def __getitem__(self, index: Any) -> Any:
         try:
-            return self._sample(index)
+            return self._hotset_sample(index)
         except SampleStopped as error:
             raise stopped(error) from None
 
-    def _sample(self, index: Any) -> Any:
-        current, number = self._cache.at_sample(), _integer(index)
+    def _hotset_sample(self, index: Any) -> Any:
+        current, number = self._hotset_cache.at_sample(), _integer(index)
         if number is None:
-            self._require_dataset_can_answer(f"dataset[{index!r}]")
-            return self._dataset[index]
+            self._hotset_require_dataset_can_answer(f"dataset[{index!r}]")
+            return self.dataset[index]
         if not -current.plan.used <= number < current.plan.used:
             if current.window is not None:
                 raise IndexError(
@@ -132,63 +132,63 @@ class CachedDataset(DatasetProxy[T]):
                 )
             # Out of range: the dataset itself raises, or returns something.
             return current.source.finish(current.source.read_whole(number))
-        (record,) = self._records(current, np.array([number], np.int64))
+        (record,) = self._hotset_records(current, np.array([number], np.int64))
         return current.source.finish(record)
 
     def __getitems__(self, indices: Sequence[Any]) -> list[T]:
         """The samples of a batch, as torch's DataLoader calls it."""
         try:
-            return self._samples(indices)
+            return self._hotset_samples(indices)
         except SampleStopped as error:
             raise stopped(error) from None
 
     def __iter__(self) -> Iterator[T]:
-        return iter(self._dataset if self._answers("__iter__") else _ByIndex(self))
+        return iter(self.dataset if self._hotset_answers("__iter__") else _ByIndex(self))
 
     def __contains__(self, value: object) -> bool:
-        return value in (self._dataset if self._answers("__contains__") else iter(self))
+        return value in (self.dataset if self._hotset_answers("__contains__") else iter(self))
 
-    def _answers(self, method: str) -> bool:
+    def _hotset_answers(self, method: str) -> bool:
         """Whether the dataset's class has a special method that may know more than its indices do."""
-        current = self._cache.at_use()
-        indices_are_its_own = current.window is None and self._arguments.transform is None
-        return indices_are_its_own and getattr(type(self._dataset), method, None) is not None
+        current = self._hotset_cache.at_use()
+        indices_are_its_own = current.window is None and self._hotset_arguments.transform is None
+        return indices_are_its_own and getattr(type(self.dataset), method, None) is not None
 
-    def _samples(self, indices: Sequence[Any]) -> list[T]:
-        current = self._cache.at_sample()
+    def _hotset_samples(self, indices: Sequence[Any]) -> list[T]:
+        current = self._hotset_cache.at_sample()
         numbers = [_integer(index) for index in indices]
         if None in numbers:
-            many = getattr(self._dataset, "__getitems__", None)
+            many = getattr(self.dataset, "__getitems__", None)
             if many is not None:
-                self._require_dataset_can_answer("a batch of these indices")
+                self._hotset_require_dataset_can_answer("a batch of these indices")
                 return many(indices)  # type: ignore[no-any-return]
             return [self[index] for index in indices]
         ids = np.array(numbers, np.int64)
         length = current.plan.used
         if len(ids) and not (-length <= ids.min() and ids.max() < length):
             return [self[index] for index in ids.tolist()]
-        return current.source.finish_batch(self._records(current, ids))
+        return current.source.finish_batch(self._hotset_records(current, ids))
 
     @staticmethod
-    def _records(current: SampleAccess, ids: Ids) -> Iterator[Any]:
+    def _hotset_records(current: SampleAccess, ids: Ids) -> Iterator[Any]:
         """The samples at these indices, which are in range, as they are at the cut."""
         ids[ids < 0] += current.plan.used
         if current.window is not None:
             current.window.count(len(ids))
         return current.records(current.sample_ids(ids))
 
-    def _require_dataset_can_answer(self, what: str) -> None:
+    def _hotset_require_dataset_can_answer(self, what: str) -> None:
         """Refuse an index that the dataset alone cannot answer.
 
         Raises:
             TypeError: there is a ``transform=`` or a window, which the dataset does not know.
         """
-        if self._cache.access.window is not None:
+        if self._hotset_cache.access.window is not None:
             raise TypeError(
                 f"{printable(what)} cannot be passed to the dataset, as a window's indices are not the "
                 "dataset's; index it by integers."
             )
-        if self._arguments.transform is not None:
+        if self._hotset_arguments.transform is not None:
             raise TypeError(
                 f"transform= takes one sample, but {printable(what)} may return any number of them; index "
                 "the cached dataset by integers, or give the transform to the dataset itself."
@@ -198,11 +198,11 @@ class CachedDataset(DatasetProxy[T]):
 
     def stats(self) -> Stats:
         """What the cache holds and has served, over all processes."""
-        return self._cache.at_use().stats()
+        return self._hotset_cache.at_use().stats()
 
     def check(self) -> list[str]:
         """Verify every record. Returns a sentence for each problem, or an empty list."""
-        store = self._cache.at_use().store
+        store = self._hotset_cache.at_use().store
         return store.check() if store is not None else []
 
     def fill(self, *, progress: bool = False, num_workers: int = 0) -> None:
@@ -230,7 +230,7 @@ class CachedDataset(DatasetProxy[T]):
             >>> cached.close()
         """
         require_worker_count(num_workers)
-        current = self._cache.as_pass_begins()
+        current = self._hotset_cache.as_pass_begins()
         if current.window is not None:
             raise ArgumentError(
                 "fill() must not be called with window=: a window is filled by processes of its own; write "
@@ -245,7 +245,7 @@ class CachedDataset(DatasetProxy[T]):
         try:
             fill_now(current, progress, num_workers)
         finally:
-            self._cache.changes.pass_ended()
+            self._hotset_cache.changes.pass_ended()
 
     def clear(self) -> None:
         """Drop every cached sample, in all processes. A cache that an audit has disabled is used again.
@@ -254,7 +254,7 @@ class CachedDataset(DatasetProxy[T]):
             SegmentError: another process went on writing samples for five seconds, or another machine of the
                 cluster has not confirmed that it dropped its part.
         """
-        current = self._cache.at_use()
+        current = self._hotset_cache.at_use()
         store, name = current.any_store, current.plan.name
         if store is None:
             return
@@ -279,12 +279,12 @@ class CachedDataset(DatasetProxy[T]):
         Raises:
             Exception: what the dataset has raised in a process that prepares a window's next samples.
         """
-        self._epoch = epoch
-        self._cache.set_epoch(epoch)
+        self._hotset_epoch = epoch
+        self._hotset_cache.set_epoch(epoch)
 
     def close(self) -> None:
         """Detach from the cache; samples then come from the source. Existing batches stay valid."""
-        self._cache.close()
+        self._hotset_cache.close()
 
     def __del__(self, suppress: type[contextlib.suppress] = contextlib.suppress) -> None:
         # At interpreter exit anything may be gone already, this module's imports included.
@@ -293,10 +293,11 @@ class CachedDataset(DatasetProxy[T]):
 
     def __copy__(self) -> CachedDataset[T]:
         """A cached dataset over a copy of the dataset: what is set on one is not set on the other."""
-        return type(self)(copy.copy(self._dataset), self._arguments, self._cache.make)
+        return type(self)(copy.copy(self.dataset), self._hotset_arguments, self._hotset_cache.make)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        self._cache.as_pass_begins()  # torch's loader pickles it for its workers before it asks for len()
+        # torch's loader pickles it for its workers before it asks for its length.
+        self._hotset_cache.as_pass_begins()
         reduced: Any = super().__reduce_ex__(protocol)
         return _blank, (type(self),), reduced[2]
 
@@ -323,12 +324,12 @@ class _ByIndex:
 
 def cache_of(cached: CachedDataset[Any]) -> CurrentCache:
     """What loaders ask of a cached dataset, besides what users may ask."""
-    return cached._cache
+    return cached._hotset_cache
 
 
 def current_of(cached: CachedDataset[Any]) -> SampleAccess:
     """What samples are read by now, in this process: another object once they are cached anew."""
-    return cached._cache.access
+    return cached._hotset_cache.access
 
 
 def _integer(index: Any) -> int | None:

@@ -5,9 +5,10 @@ on the dataset, and what is cached of it is made anew, as its samples may be oth
 the dataset's methods was called that set an attribute (``cached.close_mosaic()``), which
 :class:`~hotset.dataset.changes.SetSince` notices.
 
-What it has itself lies in slots. MONAI's loader seeds random transforms by walking through the ``__dict__``
-of a dataset, and of what that holds, each with the next seed: so it finds the user's dataset alone, and seeds
-what it would seed without a cache.
+What it has itself, besides what is documented, has names that begin with ``_hotset``: the user's dataset may
+have any other (``_epoch``, ``_samples``). It lies in slots. MONAI's loader seeds random transforms by walking
+through the ``__dict__`` of a dataset, and of what that holds, each with the next seed: so it finds the user's
+dataset alone, and seeds what it would seed without a cache.
 """
 
 from __future__ import annotations
@@ -32,25 +33,25 @@ T = TypeVar("T")
 class DatasetProxy(Dataset[T], Generic[T]):
     """An object in place of the user's dataset."""
 
-    __slots__ = ("_arguments", "_epoch", "_set_since")
-    _dataset: Any
-    _arguments: CacheArguments
-    _epoch: int
-    _set_since: SetSince
+    __slots__ = ("_hotset_arguments", "_hotset_epoch", "_hotset_set_since")
+    _hotset_arguments: CacheArguments
+    _hotset_epoch: int
+    _hotset_set_since: SetSince
 
     def __init__(self, dataset: Any, arguments: CacheArguments) -> None:
-        self._dataset, self._arguments, self._epoch = dataset, arguments, 0
-        self._set_since = SetSince(dataset, arguments.transform)
+        self.__dict__["dataset"] = dataset
+        self._hotset_arguments, self._hotset_epoch = arguments, 0
+        self._hotset_set_since = SetSince(dataset, arguments.transform)
 
     @property
     def dataset(self) -> Any:
-        return self._dataset
+        return self.__dict__["dataset"]
 
     @property
     def epoch(self) -> int:
-        return self._epoch
+        return self._hotset_epoch
 
-    def _attribute_was_set(self, name: str) -> None:
+    def _hotset_attribute_was_set(self, name: str) -> None:
         """Make anew what is cached, as this attribute of the dataset was set."""
         raise NotImplementedError
 
@@ -64,26 +65,25 @@ class DatasetProxy(Dataset[T], Generic[T]):
         self.close()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or "_dataset" not in self.__dict__:
+        if name.startswith(("__", "_hotset")) or "dataset" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        value = getattr(self._dataset, name)
-        if inspect.ismethod(value) and value.__self__ is self._dataset:
-            self._set_since.method_was_looked_up()
+        value = getattr(self.dataset, name)
+        if inspect.ismethod(value) and value.__self__ is self.dataset:
+            self._hotset_set_since.method_was_looked_up()
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        own = any(name in vars(cls).get("__slots__", ()) for cls in type(self).__mro__)
-        if own or name == "_dataset" or name.startswith("__"):
+        if name.startswith(("__", "_hotset")):
             object.__setattr__(self, name, value)
             return
         if hasattr(type(self), name):
-            by_call = name == "epoch" and has(self._dataset, "set_epoch")
+            by_call = name == "epoch" and has(self.dataset, "set_epoch")
             raise AttributeError(
                 f"{name!r} is an attribute of {type(self).__name__} itself and cannot be set; "
                 + ("call set_epoch()." if by_call else f"set the dataset's own: `.dataset.{name} = ...`.")
             )
-        setattr(self._dataset, name, value)
-        self._attribute_was_set(name)
+        setattr(self.dataset, name, value)
+        self._hotset_attribute_was_set(name)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._dataset!r})"
+        return f"{type(self).__name__}({self.dataset!r})"

@@ -364,6 +364,37 @@ def test_arguments_of_cache_hold_for_the_new_plan(tmp_path: Path) -> None:
         assert float(cached[5][0][0]) == 60.0
 
 
+class Private(Dataset[Any]):
+    """Its attributes have names that something in place of it might have itself."""
+
+    def __init__(self) -> None:
+        self._epoch, self._cache, self._dataset, self._labels = 0, {}, "a name", list(range(N))
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> int:
+        return self._labels[index] + 100 * self._epoch
+
+    def _samples(self) -> int:
+        return N
+
+
+@pytest.mark.parametrize(("loader", "workers"), [(DataLoader, 0), (DataLoader, 2), (hotset.DataLoader, 0)])
+def test_attributes_with_an_underscore_are_the_datasets_too(loader: Any, workers: int) -> None:
+    own = Private()
+    with recorded(), hotset.cache(own, memory="1MiB") as cached:
+        assert (cached._cache, cached._dataset, cached._labels) == ({}, "a name", own._labels)
+        assert cached._samples() == N
+        with pytest.raises(AttributeError, match="_missing"):
+            _ = cached._missing
+        batches = loader(cached, N, num_workers=workers)
+        for epoch in range(3):
+            batches.dataset._epoch = epoch
+            assert next(iter(batches)).tolist() == [100 * epoch + label for label in range(N)]
+        assert own._epoch == 2
+
+
 def test_memory_of_the_old_cache_is_freed() -> None:
     class Large(Pictures):
         def __getitem__(self, index: int) -> Any:

@@ -71,51 +71,53 @@ class CachedStream(DatasetProxy[T]):
         (True, 6, 16)
     """
 
-    __slots__ = ("_make", "_passes")
-    _make: Make
-    _passes: StreamPasses
+    __slots__ = ("_hotset_make", "_hotset_passes")
+    _hotset_make: Make
+    _hotset_passes: StreamPasses
 
     def __init__(self, stream: Any, arguments: CacheArguments, make: Make) -> None:
         super().__init__(stream, arguments)
-        self._make = make
-        self._passes = StreamPasses(stream, arguments, make)
+        self._hotset_make = make
+        self._hotset_passes = StreamPasses(stream, arguments, make)
 
     @property
     def plan(self) -> Plan:
-        return replace(self._passes.cached.plan, samples=len(self._passes.ids()) if self.recorded else 0)
+        return replace(
+            self._hotset_passes.cached.plan, samples=len(self._hotset_passes.ids()) if self.recorded else 0
+        )
 
     @property
     def recorded(self) -> bool:
-        return self._passes.state == "whole"
+        return self._hotset_passes.state == "whole"
 
-    def _follow(self) -> None:
+    def _hotset_follow(self) -> None:
         """Record anew if a transform or an attribute was set on the stream itself, or by a method."""
-        name = self._set_since.name()
+        name = self._hotset_set_since.name()
         if name is not None:
-            self._attribute_was_set(name)
-        elif (change := self._passes.change()) is not None and not is_hugging_face(self._dataset):
-            name = self._passes.name
+            self._hotset_attribute_was_set(name)
+        elif (change := self._hotset_passes.change()) is not None and not is_hugging_face(self.dataset):
+            name = self._hotset_passes.name
             order = (
                 " An epoch on which only the order depends is announced by set_epoch() of the cached stream."
             )
             warn(
                 f"{name} is recorded anew: {change} has changed, and samples may depend on it. If none does, "
-                f"declare it: hotset.deterministic({name}).{'' if self._passes.by_epoch else order}"
+                f"declare it: hotset.deterministic({name}).{'' if self._hotset_passes.by_epoch else order}"
             )
-            self._attribute_was_set(change.name)
+            self._hotset_attribute_was_set(change.name)
 
-    def _attribute_was_set(self, name: str) -> None:
+    def _hotset_attribute_was_set(self, name: str) -> None:
         if get_worker_info() is None:
-            self._passes.cached.close()
-            CachedStream.__init__(self, self._dataset, self._arguments, self._make)
+            self._hotset_passes.cached.close()
+            CachedStream.__init__(self, self.dataset, self._hotset_arguments, self._hotset_make)
 
     # ---- samples -------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[T]:
-        indexed = self._passes.indexed()
+        indexed = self._hotset_passes.indexed()
         if indexed is None:
             yield from followed_passes(self).recording(0)
-            self._passes.ended()
+            self._hotset_passes.ended()
             return
         for index in range(len(indexed[1])):
             yield self[index]
@@ -125,16 +127,18 @@ class CachedStream(DatasetProxy[T]):
 
     def __len__(self) -> int:
         # Before it is recorded as the stream says, which torch's loader believes, too.
-        return len(self._passes.ids()) if self.recorded else self._passes.stated_length()
+        return len(self._hotset_passes.ids()) if self.recorded else self._hotset_passes.stated_length()
 
     def __getitem__(self, index: Any) -> T:
-        self._passes.require_index("index")
-        return self._passes.sample(index)  # type: ignore[no-any-return]
+        self._hotset_passes.require_index("index")
+        return self._hotset_passes.sample(index)  # type: ignore[no-any-return]
 
     def __getitems__(self, indices: Sequence[Any]) -> list[T]:
         """The samples of a batch, as torch's DataLoader calls it."""
-        self._passes.require_index("index")
-        return self._passes.cached.__getitems__(self._passes.ids()[np.asarray(indices, np.int64)].tolist())
+        self._hotset_passes.require_index("index")
+        return self._hotset_passes.cached.__getitems__(
+            self._hotset_passes.ids()[np.asarray(indices, np.int64)].tolist()
+        )
 
     # ---- the rest ------------------------------------------------------------------------------------
 
@@ -164,7 +168,7 @@ class CachedStream(DatasetProxy[T]):
             (['a', 'b', 'c'], 'c')
         """
         require_worker_count(num_workers)
-        if self._passes.state in ("whole", "in part"):
+        if self._hotset_passes.state in ("whole", "in part"):
             return
         recording = followed_passes(self).recording(num_workers, 64)
         recording.silent = True
@@ -176,30 +180,30 @@ class CachedStream(DatasetProxy[T]):
             worker_init_fn=parent_death_signal().arm_in_worker,
             generator=torch.Generator(),
         )
-        store = current_of(self._passes.cached).store
+        store = current_of(self._hotset_passes.cached).store
         number = 0
-        with filling_bar(self._passes.name, None, progress) as show:
+        with filling_bar(self._hotset_passes.name, None, progress) as show:
             for number, _ in enumerate(loader, 1):
                 if number % 64 == 0 and store is not None:
                     show(number, store.stored_bytes)
             if store is not None:
                 show(number, store.stored_bytes)
-        self._passes.wait_for_ranks()
-        self._passes.ended()
+        self._hotset_passes.wait_for_ranks()
+        self._hotset_passes.ended()
 
     def stats(self) -> Stats:
         """What the cache holds and has served, over all processes.
 
         ``uncached`` counts samples that the stream has given so far and that are not recorded.
         """
-        parts = self._passes.parts()
+        parts = self._hotset_passes.parts()
         if parts is None:
-            return self._passes.cached.stats()
+            return self._hotset_passes.cached.stats()
         return stats_of(parts.store, int(parts.given.sum()), None, {})
 
     def check(self) -> list[str]:
         """Verify every record. Returns a sentence for each problem, or an empty list."""
-        return self._passes.cached.check()
+        return self._hotset_passes.cached.check()
 
     def clear(self) -> None:
         """Drop every recorded sample, in all processes. The next pass records the stream anew.
@@ -207,7 +211,7 @@ class CachedStream(DatasetProxy[T]):
         Raises:
             SegmentError: another process went on writing samples for five seconds.
         """
-        self._passes.cached.clear()
+        self._hotset_passes.cached.clear()
 
     def set_epoch(self, epoch: int) -> None:
         """Announce the epoch that begins; calls the stream's ``set_epoch`` as well, if it has one.
@@ -217,16 +221,16 @@ class CachedStream(DatasetProxy[T]):
         is drawn by the sampler: a loader with ``shuffle=True`` has another one in each, any other the
         recorded one, and a warning.
         """
-        self._epoch = epoch
-        before = self._passes.change()
-        if hasattr(self._dataset, "set_epoch"):
-            self._dataset.set_epoch(epoch)
-            if before is None and not self._passes.by_epoch:
-                self._passes.look()
+        self._hotset_epoch = epoch
+        before = self._hotset_passes.change()
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+            if before is None and not self._hotset_passes.by_epoch:
+                self._hotset_passes.look()
 
     def close(self) -> None:
         """Detach from the cache; the stream then comes as it is. Existing batches stay valid."""
-        self._passes.cached.close()
+        self._hotset_passes.cached.close()
 
 
 # ---- for loaders -------------------------------------------------------------------------------------------
@@ -236,10 +240,10 @@ class CachedStream(DatasetProxy[T]):
 
 def passes_of(stream: CachedStream[Any]) -> StreamPasses:
     """What passes over a stream are made of: another object once it is recorded anew."""
-    return stream._passes
+    return stream._hotset_passes
 
 
 def followed_passes(stream: CachedStream[Any]) -> StreamPasses:
     """The same as a pass begins, once what was set on the stream was followed."""
-    stream._follow()
-    return stream._passes
+    stream._hotset_follow()
+    return stream._hotset_passes

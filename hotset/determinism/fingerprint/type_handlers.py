@@ -316,7 +316,7 @@ HANDLERS: dict[type | str, Handler] = {
     "PIL.Image.Image": by_parts(b"I", _parts_of_image),
     # By its source, as both give the same samples.
     "hotset.dataset.cached_dataset.CachedDataset": by_parts(
-        b"H", lambda cached: (cached.dataset, cached._cache.access.source)
+        b"H", lambda cached: (cached.dataset, cached._hotset_cache.access.source)
     ),
     "hotset.store.segment.Segment": by_type,  # its content comes from a dataset, which is described
 }
