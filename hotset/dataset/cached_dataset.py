@@ -69,7 +69,6 @@ class CachedDataset(DatasetProxy[T]):
     Attributes:
         dataset: the dataset that was given to :func:`cache`.
         plan: what is cached, what stays live, and why; print it.
-        epoch: the last epoch given to :meth:`set_epoch`; 0 before.
 
     Example:
         >>> import hotset, torch
@@ -279,7 +278,6 @@ class CachedDataset(DatasetProxy[T]):
         Raises:
             Exception: what the dataset has raised in a process that prepares a window's next samples.
         """
-        self._hotset_epoch = epoch
         self._hotset_cache.set_epoch(epoch)
 
     def close(self) -> None:

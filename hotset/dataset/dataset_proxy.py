@@ -20,7 +20,6 @@ from torch.utils.data import Dataset
 
 from hotset.dataset.arguments import CacheArguments
 from hotset.dataset.changes import SetSince
-from hotset.determinism.objects.safe_access import has
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -33,23 +32,18 @@ T = TypeVar("T")
 class DatasetProxy(Dataset[T], Generic[T]):
     """An object in place of the user's dataset."""
 
-    __slots__ = ("_hotset_arguments", "_hotset_epoch", "_hotset_set_since")
+    __slots__ = ("_hotset_arguments", "_hotset_set_since")
     _hotset_arguments: CacheArguments
-    _hotset_epoch: int
     _hotset_set_since: SetSince
 
     def __init__(self, dataset: Any, arguments: CacheArguments) -> None:
         self.__dict__["dataset"] = dataset
-        self._hotset_arguments, self._hotset_epoch = arguments, 0
+        self._hotset_arguments = arguments
         self._hotset_set_since = SetSince(dataset, arguments.transform)
 
     @property
     def dataset(self) -> Any:
         return self.__dict__["dataset"]
-
-    @property
-    def epoch(self) -> int:
-        return self._hotset_epoch
 
     def _hotset_attribute_was_set(self, name: str) -> None:
         """Make anew what is cached, as this attribute of the dataset was set."""
@@ -77,10 +71,9 @@ class DatasetProxy(Dataset[T], Generic[T]):
             object.__setattr__(self, name, value)
             return
         if hasattr(type(self), name):
-            by_call = name == "epoch" and has(self.dataset, "set_epoch")
             raise AttributeError(
-                f"{name!r} is an attribute of {type(self).__name__} itself and cannot be set; "
-                + ("call set_epoch()." if by_call else f"set the dataset's own: `.dataset.{name} = ...`.")
+                f"{name!r} is an attribute of {type(self).__name__} itself and cannot be set; set the "
+                f"dataset's own: `.dataset.{name} = ...`."
             )
         setattr(self.dataset, name, value)
         self._hotset_attribute_was_set(name)

@@ -41,7 +41,7 @@ def warn_of_order(stream: CachedStream[Any], sampler: Any, batch_size: int | Non
         )
     if is_read:
         if isinstance(sampler, StreamSampler) and not sampler.shuffle:
-            passes.tell_of_order(stream.epoch)
+            passes.tell_of_order()
     elif not isinstance(sampler, StreamSampler) and batch_size is not None:
         passes.warn(
             f"the first pass over {name} comes in the stream's own order, as it is recorded in it; sampler= "

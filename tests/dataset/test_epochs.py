@@ -212,13 +212,19 @@ def test_an_epoch_set_in_a_worker_takes_effect_there(kind: Any) -> None:
         assert torch.cat(list(loader)).flatten().tolist() == list(range(100, 100 + N))
 
 
-@pytest.mark.parametrize(
-    ("make", "told"),
-    [
-        (Course, r"call set_epoch\(\)\.$"),
-        (lambda: ConcatDataset([Course()]), r"set the dataset's own: `\.dataset\.epoch = \.\.\.`\.$"),
-    ],
-)
-def test_the_epoch_is_announced_and_not_set(make: Any, told: str) -> None:
-    with hotset.cache(make(), memory="1MiB") as cached, pytest.raises(AttributeError, match=told):
-        cached.epoch = 3
+class ByEpoch(Course):
+    """Has no set_epoch that counts: programs set its epoch."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([index + 100 * self.epoch])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_epoch_of_a_dataset_is_its_own(workers: int) -> None:
+    own = ByEpoch()
+    with recorded(), hotset.cache(own, memory="1MiB") as cached:
+        loader = hotset.DataLoader(cached, N, num_workers=workers)
+        for epoch in range(3):
+            loader.dataset.epoch = epoch
+            assert (cached.epoch, own.epoch) == (epoch, epoch)
+            assert torch.cat(list(loader)).flatten().tolist() == [100 * epoch + index for index in range(N)]

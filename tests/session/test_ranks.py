@@ -754,15 +754,14 @@ def test_a_data_set_is_told_the_epoch_and_asked_to_be_declared() -> None:
     assert warned[0].filename == __file__
     with cached, hotset.cache(cached) as twice:
         twice.set_epoch(3)
-        assert (twice.epoch, cached.epoch, told.epochs) == (3, 3, [3])
-        assert pickle.loads(pickle.dumps(cached)).epoch == 3
+        assert told.epochs == [3]
     declared = hotset.deterministic(Told())
     with hotset.cache(declared) as cached:
         cached.set_epoch(1)
         assert declared.epochs == [1]
     with hotset.cache(Samples(mapping, 3)) as cached:
         cached.set_epoch(2)
-        assert cached.epoch == 2
+        equal_batches(cached[1], mapping(1))
 
 
 class Told(Samples):

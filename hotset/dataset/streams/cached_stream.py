@@ -55,7 +55,6 @@ class CachedStream(DatasetProxy[T]):
         dataset: the stream that was given to :func:`hotset.cache`.
         plan: what is cached, what stays live, and why; print it.
         recorded: whether all of the stream is recorded, so that there is a length and an index.
-        epoch: the last epoch given to :meth:`set_epoch`; 0 before.
 
     Example:
         >>> import hotset
@@ -221,7 +220,7 @@ class CachedStream(DatasetProxy[T]):
         is drawn by the sampler: a loader with ``shuffle=True`` has another one in each, any other the
         recorded one, and a warning.
         """
-        self._hotset_epoch = epoch
+        self._hotset_passes.epoch = epoch
         before = self._hotset_passes.change()
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)

@@ -60,6 +60,7 @@ class StreamPasses:
         cached: the cache of the recorded samples, by sample id.
         name: of the stream's class.
         by_epoch: whether another epoch gives other samples.
+        epoch: the last one that was announced.
         warn: warns with a sentence; a second argument names its subject, if it is to be warned of once.
     """
 
@@ -69,6 +70,7 @@ class StreamPasses:
         self.cached: CachedDataset[Any] = CachedDataset(self._source, arguments, make)
         self.name = self._source.name
         self.by_epoch = self._source.by_epoch
+        self.epoch = 0
         self.warn = Warner()
         self._known: tuple[Any, Ids] | None = None
         self._is_believed = declared(stream) == "deterministic" or arguments.key is not None
@@ -248,15 +250,11 @@ class StreamPasses:
             )
         self._warn_of_copies(parts)
 
-    def tell_of_order(self, epoch: int) -> None:
-        """Warn before a pass in the recorded order, if without a cache each pass would have its own.
-
-        Args:
-            epoch: the last one that was announced.
-        """
+    def tell_of_order(self) -> None:
+        """Warn before a pass in the recorded order, if without a cache each pass would have its own."""
         parts = self.parts()
         shuffled = parts is not None and parts.store.segment.metadata.get("stream_shuffled")
-        announced = epoch or self.change() is not None
+        announced = self.epoch or self.change() is not None
         if shuffled or (announced and may_reorder(self._stream)):
             self.warn(
                 f"{self.name} may give its samples in another order in each epoch, or other samples, but "
