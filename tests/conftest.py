@@ -166,7 +166,10 @@ def _own_runtime_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
 
 @pytest.fixture(scope="session", autouse=True)
 def _unhurried() -> Iterator[None]:
-    """What a cache is planned from is looked at in full, however long a busy machine takes for that."""
+    """What a cache is planned from is looked at in full, however long a busy machine takes for that.
+
+    Transforms are tried six times, which is more than the four of a machine that is short of time.
+    """
     from hotset.determinism.fingerprint.fingerprint import fingerprint
 
     budgets = (
@@ -178,6 +181,7 @@ def _unhurried() -> Iterator[None]:
         for name in (*budgets, "determinism.split._SECONDS"):
             patch.setattr(f"hotset.{name}", 600.0)
         patch.setitem(fingerprint.__kwdefaults__, "seconds", 600.0)
+        patch.setattr("hotset.determinism.trial._REPEATS", 6)
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import equal_batches, recorded
+from helpers import equal_batches, rarely, recorded
 from library_tables import need
 from torch.utils.data import get_worker_info
 
@@ -78,8 +79,11 @@ def batches(loader: Any) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("make", CHAINS)
+# Workers do with one chain what they do with another.
+@pytest.mark.parametrize(
+    ("make", "workers"),
+    rarely(itertools.product(CHAINS, [0, 2]), *((make, 2) for make in CHAINS if make is not _flat)),
+)
 def test_batches_are_those_of_a_dataset_that_calls_the_chain(make: Callable[..., Any], workers: int) -> None:
     A, to_tensor = need("albumentations"), need("albumentations.pytorch").ToTensorV2
     options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "num_workers": workers}
@@ -110,7 +114,7 @@ def test_what_albumentations_raises_is_the_users_to_see() -> None:
         hotset.cache(Segmentation(), memory="4MiB", transform=A.Compose([A.Resize(8, 8)], strict=True))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", rarely([0, 2], 2))
 def test_a_dataset_that_calls_a_chain_with_nothing_random_in_it_is_cached(workers: int) -> None:
     """Such a Compose draws whether it is applied, and nothing depends on that."""
     A, to_tensor = need("albumentations"), need("albumentations.pytorch").ToTensorV2
@@ -173,8 +177,13 @@ class Chooses(Segmentation):
         return chain(image=self.read(index)["image"])["image"]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", [Segmentation, OfDict, OfTwo, OfViews, SomeWithoutMask, Chooses])
+KINDS = (Segmentation, OfDict, OfTwo, OfViews, SomeWithoutMask, Chooses)
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    rarely(itertools.product(KINDS, [0, 2]), *((kind, 2) for kind in KINDS if kind is not OfTwo)),
+)
 def test_the_chain_that_a_dataset_calls_is_cut_before_its_first_random_transform(
     kind: type[Segmentation], workers: int
 ) -> None:

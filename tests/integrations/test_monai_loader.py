@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import equal_batches
+from helpers import equal_batches, rarely
 from library_tables import need
 
 import hotset
 from hotset.session import sessions
+from hotset.store.leaves import codecs
 
 KEYS = ["image"]
 VOLUMES = [
@@ -80,9 +81,16 @@ def inverted(session: str) -> tuple[int, list[Any]]:
         return cached.stats().misses, found
 
 
-def test_a_later_job_finds_the_cache_and_inverts_its_transforms() -> None:
+def has_addresses_of_its_own() -> None:
+    """As a job that is started has; a forked process is taken to have its parent's."""
+    vars(codecs)["_ADDRESS_SPACE"] = 1
+
+
+# MONAI takes five seconds to import.
+@pytest.mark.parametrize("method", rarely(["fork", "spawn"], "spawn"))
+def test_a_later_job_finds_the_cache_and_inverts_its_transforms(method: str) -> None:
     session = sessions.create("volumes", memory=1 << 20)
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, multiprocessing.get_context(method), has_addresses_of_its_own) as pool:
         assert pool.submit(inverted, "volumes").result()[0] == len(VOLUMES)
     misses, found = inverted("volumes")
     assert misses == len(VOLUMES)  # counted for all jobs: this one has read no more

@@ -10,10 +10,12 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import Programs
 
 ROOT = Path(__file__).parents[2]
 TRAINERS = ROOT / "examples" / "trainers"
@@ -22,9 +24,17 @@ table: Any = importlib.import_module("table")
 sys.path.remove(str(TRAINERS))
 
 
-def losses(command: list[str]) -> list[list[float]]:
+Run = Callable[[list[str]], "subprocess.CompletedProcess[str]"]
+
+
+def in_an_interpreter(command: list[str]) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    command = [sys.executable, *command]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def losses(run: Run, command: list[str]) -> list[list[float]]:
+    done = run(command)
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line)["losses"] for line in done.stdout.splitlines() if line.startswith('{"seconds"')]
 
@@ -33,25 +43,29 @@ def losses(command: list[str]) -> list[list[float]]:
     "name",
     [pytest.param(name, marks=[] if name == "tokens" else pytest.mark.chaos) for name in table.TRAINERS],
 )
-def test_losses_are_equal_with_hotset(name: str, tmp_path: Path) -> None:
+def test_losses_are_equal_with_hotset(name: str, tmp_path: Path, programs: Programs) -> None:
     trainer = table.TRAINERS[name]
     for module in trainer.needs:
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed; it comes with the extra `trainers`")
     program = [
-        sys.executable,
         str(TRAINERS / trainer.file),
         str(tmp_path),
         *(["--samples", "8", "--workers", "0"] if name == "tokens" else ["--samples", "32"]),
         *("--epochs", "2"),
     ]
+
+    def forked(command: list[str]) -> subprocess.CompletedProcess[str]:
+        return programs.run(command, tmp_path, trains=True)
+
+    run = forked if name == "tokens" else in_an_interpreter
     ours = (
-        [*program, "--hotset"] if trainer.changes else [sys.executable, "-m", "hotset", "run", "--", *program]
+        [*program, "--hotset"] if trainer.changes else ["-m", "hotset", "run", "--", sys.executable, *program]
     )
-    expected = losses(program)
+    expected = losses(run, program)
     assert len(expected) == 2
     assert all(expected)
-    assert losses(ours) == expected
+    assert losses(run, ours) == expected
 
 
 def test_the_lines_that_hotset_takes_are_those_that_the_page_shows() -> None:
