@@ -546,7 +546,7 @@ def test_what_is_packed_is_sound_and_comes_out_as_it_was(
     assert not sound((found + 1) % 1000, records).any()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.dictionaries(
         st.integers(0, 999), st.tuples(st.text(max_size=700), st.binary(max_size=700)), max_size=8

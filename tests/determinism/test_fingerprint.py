@@ -843,7 +843,7 @@ def test_two_rows_of_a_large_array_that_change_places_count() -> None:
 
 def test_the_order_of_a_large_arrays_dimensions_in_memory_does_not_count() -> None:
     array = np.random.default_rng(1).integers(0, 255, (50, 1200, 1301), np.uint8)
-    for axes in ((0, 2, 1), (2, 1, 0), (1, 0, 2))[: often(2, 3)]:
+    for axes in ((2, 1, 0), (0, 2, 1), (1, 0, 2))[: often(1, 3)]:
         assert of(array.transpose(axes)) == of(np.ascontiguousarray(array.transpose(axes)))
         tensor = torch.from_numpy(array)
         assert of(tensor.permute(axes)) == of(tensor.permute(axes).contiguous())

@@ -484,7 +484,7 @@ def refused(root: Path, given: Any, key: str, section: str = "train") -> str:
 
 
 @pytest.mark.parametrize("key", RIGHT)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_a_wrong_value_is_refused_by_its_key(root: Path, key: str, data: st.DataObject) -> None:
     value = data.draw(anything.filter(lambda value: not RIGHT[key](value)))

@@ -18,7 +18,7 @@ import pytest
 import samples
 import subclasses
 import torch
-from helpers import difference, equal_batches
+from helpers import difference, equal_batches, often
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stores import Make, attached, clear_and_meanwhile, ids, opened
@@ -271,7 +271,7 @@ def test_what_another_process_has_stored_is_gathered() -> None:
         equal_batches(gathered(gather, [5, 1]), default_collate([samples.mapping(5), samples.mapping(1)]))
 
 
-@settings(max_examples=60, deadline=None, database=None)
+@settings(max_examples=often(30, 120), deadline=None, database=None)
 @given(
     st.lists(st.sampled_from(["uint8", "int64", "float16", "complex64", "bool"]), min_size=1, max_size=5),
     st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=5, max_size=5),

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import all_pairs, difference, equal_batches, is_a_sentence, rarely, recorded
+from helpers import all_pairs, difference, equal_batches, is_a_sentence, often, rarely, recorded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kills import in_child
@@ -522,7 +522,7 @@ def test_a_clear_in_the_midst_of_a_reading_shows() -> None:
 # Anything that can be cached at all is cached, beside anything else
 
 
-@settings(max_examples=100, deadline=None, database=None)
+@settings(max_examples=often(50, 200), deadline=None, database=None)
 @given(st.lists(trees, min_size=2, max_size=6), st.booleans(), st.sampled_from([400, 1 << 20]))
 def test_random_trees_lie_side_by_side(several: list[Any], keep_order: bool, limit: int) -> None:
     schema = Schema.infer(several, keep_order=keep_order)

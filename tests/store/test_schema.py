@@ -44,7 +44,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
     pytest.mark.filterwarnings("ignore:Generating overly large repr"),  # of a tree that failed
 ]
-fuzz = settings(max_examples=200, deadline=None, database=None)
+fuzz = settings(max_examples=often(80, 400), deadline=None, database=None)
 
 
 def reread(schema: Schema) -> Schema:

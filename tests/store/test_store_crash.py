@@ -230,7 +230,7 @@ def _read_rows(store: Store, seed: int, reads: int, done: Any, total: Any) -> No
 def test_many_reads_beside_writers_are_all_whole() -> None:
     context = multiprocessing.get_context("fork")
     total, done = context.Value("q", 0), context.Barrier(2)
-    n, reads = often(12_000, 60_000), often(100_000, 500_000)
+    n, reads = often(6_000, 60_000), often(50_000, 500_000)
     with opened(row, n, n * 640) as store:
 
         def fill(seed: int) -> None:
@@ -380,7 +380,7 @@ def test_flipped_bits_in_a_file_are_misses_and_never_wrong_samples(tmp_path: Pat
 
     def damage_and_use() -> None:
         draw = random.Random(region)
-        for trial in range(often(24, 160)):
+        for trial in range(often(12, 160)):
             damaged = bytearray(sound)
             bits = _flips(draw, size, region in ("index", "live words", "slots"))
             for bit in bits:

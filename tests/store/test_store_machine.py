@@ -186,5 +186,5 @@ class StoreMachine(RuleBasedStateMachine):
 
 TestStoreMachine = pytest.mark.timeout(often(300, 1800))(StoreMachine.TestCase)
 TestStoreMachine.settings = settings(
-    max_examples=often(20, 300), stateful_step_count=30, deadline=None, database=None
+    max_examples=often(12, 300), stateful_step_count=30, deadline=None, database=None
 )
