@@ -22,6 +22,7 @@ later in the epoch (:func:`hotset.loader.batch_order.whole_epoch`).
 from __future__ import annotations
 
 import copy
+import itertools
 import multiprocessing
 import time
 from collections import deque
@@ -65,8 +66,8 @@ def batches_ahead(order: WholeEpoch, number: int, workers: int) -> Ahead:
     depth = max(1, min(_BATCHES, _SAMPLES // order.batch_size))
     begins = number < workers
     turns = range(1 if begins else depth, depth + 1)
-    found = [order.peek(turn * workers - 1) for turn in turns]
-    return Ahead(begins, [batch for batch in found if batch is not None])
+    found = (order.peek(turn * workers - 1) for turn in turns)
+    return Ahead(begins, list(itertools.takewhile(lambda batch: batch is not None, found)))
 
 
 class IdleWork:
