@@ -92,15 +92,20 @@ class CachedDataset(DatasetProxy[T]):
     def _hotset_attribute_was_set(self, name: str) -> None:
         self._hotset_cache.attribute_was_set(name)
 
-    @property  # type: ignore[misc] # object's own can be set
+    @property
     def __class__(self) -> type[Any]:
         """What ``isinstance`` also looks at: the dataset's class, as programs and libraries ask for it.
 
         A dataset that has an attribute ``dataset`` of its own is taken apart, too, and by the wrong one.
         """
-        kind = type(self.__dict__.get("dataset"))
+        kind = type(getattr(self, "_hotset_dataset", None))
         stands_in = issubclass(kind, Dataset) and not issubclass(kind, _TAKEN_APART)
         return kind if stands_in and not has(self.dataset, "dataset") else type(self)
+
+    @__class__.setter
+    def __class__(self, kind: type[Any]) -> None:
+        self.dataset.__class__ = kind
+        self._hotset_attribute_was_set("__class__")
 
     @property
     def plan(self) -> Plan:
@@ -146,6 +151,30 @@ class CachedDataset(DatasetProxy[T]):
 
     def __contains__(self, value: object) -> bool:
         return value in (self.dataset if self._hotset_answers("__contains__") else iter(self))
+
+    def __reversed__(self) -> Iterator[T]:
+        if self._hotset_answers("__reversed__"):
+            return reversed(self.dataset)  # type: ignore[no-any-return]
+        return map(self.__getitem__, range(len(self) - 1, -1, -1))
+
+    def __add__(self, other: Any) -> Any:
+        if self._hotset_adds("__add__"):
+            return self._hotset_or_self(self.dataset + other)
+        return super().__add__(other)
+
+    def __radd__(self, other: Any) -> Any:
+        if self._hotset_adds("__radd__"):  # as by sum(), which begins with 0
+            return self._hotset_or_self(other + self.dataset)
+        return NotImplemented
+
+    def _hotset_adds(self, method: str) -> bool:
+        """Whether the dataset's class says itself what its sum is: torch's own is a ConcatDataset."""
+        kind = type(self.dataset)
+        own = issubclass(kind, Dataset) and getattr(kind, method, None) is not getattr(Dataset, method, None)
+        return own and self._hotset_answers(method)
+
+    def _hotset_or_self(self, result: Any) -> Any:
+        return self if result is self.dataset else result
 
     def _hotset_answers(self, method: str) -> bool:
         """Whether the dataset's class has a special method that may know more than its indices do."""

@@ -7,11 +7,13 @@ hotset's loader, the first sample in one of torch's), where there is time to com
 ==================================================  =======================  ================================
 what has changed                                    is noticed by            and counts
 ==================================================  =======================  ================================
-an attribute, set on the cached dataset             setting it               at once
+an attribute, set on, or deleted from, the cached   setting it               at once
+dataset, its ``__dict__`` or ``__class__``
 a transform, set on the dataset or what it wraps,   its identity             at the next use
 or put into a container (timm does so)              (:class:`Snapshot`)
 an attribute, set by a method of the dataset that   its value                at the next use, in mid-pass as
 was looked up on the cached one                     (HeldAttributes)         the next pass begins
+an element, set on the cached dataset by its index  setting it               the same
 the length                                          ``len()``                as a pass begins
 any other attribute, set on the dataset or changed  its value                as a pass begins
 in place, that code which reads samples names       (:class:`ContentWatch`)
@@ -97,6 +99,10 @@ class SetSince:
         """One of the dataset's methods is about to be called: what it sets counts."""
         if self._held is None:
             self._held = HeldAttributes(self.dataset)
+
+    def elements_were_set(self) -> None:
+        """What the dataset holds was set by index: that counts as if a method had set an attribute."""
+        self._by_method = Difference(type(self.dataset).__name__, "elements", False)
 
     def name(self, *, in_pass: bool = False) -> str | None:
         """The name of one that was set; None if none was, or only by a method in mid-pass."""

@@ -363,7 +363,7 @@ class HeldAttributes:
                     continue
                 is_set = not (name in held and name in now and same_value(now[name], held[name]))
                 if is_set or (name in seen and not seen[name].is_as_it_was()):
-                    is_computed = is_set and _is_computed(owner, name, held.get(name))
+                    is_computed = is_set and _is_computed(owner, name, held.get(name), now.get(name))
                     yield Difference(kind, name, name in seen and seen[name].is_shared(), is_computed)
 
 
@@ -386,13 +386,13 @@ def _same_elements(one: list[Any], other: list[Any]) -> bool:
     return all(map(operator.is_, one, other)) or all(map(same_value, one, other))
 
 
-def _is_computed(owner: Any, name: str, before: Any) -> bool:
+def _is_computed(owner: Any, name: str, before: Any, now: Any) -> bool:
     """Whether an attribute that had no value before seems to keep what follows from others.
 
-    Such as ``_labels``, which ``labels()`` makes when it is called first.
+    Such as ``_labels``, which ``labels()`` makes when it is called first. A method is set by somebody.
     """
     kept = name.startswith("_") or isinstance(getattr(type(owner), name, None), functools.cached_property)
-    return before is None and kept
+    return before is None and kept and not issubclass(type(now), (types.FunctionType, types.MethodType))
 
 
 def datasets_in(dataset: Any) -> Iterator[Any]:

@@ -77,6 +77,9 @@ class Scale:
 class Base(Dataset[Any]):
     shift = 0
 
+    def _doubled(self, value: Any) -> Any:
+        return 2 * value
+
 
 class Outside(Base):
     def __init__(self) -> None:
@@ -90,7 +93,7 @@ class Outside(Base):
         reads += 1
         KNOWN[index] = index
         numbers = helper(torch.full((OPTIONS.size,), index)) * TABLE["gains"][0] + self.shift
-        return self.transform(numbers + self.extra())
+        return self.transform(self._doubled(numbers) + self.extra())
 
     def extra(self) -> int:
         return 0
@@ -115,6 +118,9 @@ CHANGES: dict[str, Callable[[], None]] = {
     "a variable of an enclosing function": lambda: become(6),
     "what a variable of an enclosing function holds": lambda: enclosed_table.update(all=3),
     "a method": _set(Outside, "extra", lambda self: 8),
+    "a method that a base has": _set(Outside, "_doubled", lambda self, value: 3 * value),
+    "a method that no code names": _set(Scale, "__call__", lambda self, value: -value),
+    "the reading method": _set(Outside, "__getitem__", lambda self, index: Base.shift + torch.ones(2)),
 }
 
 
@@ -122,15 +128,19 @@ CHANGES: dict[str, Callable[[], None]] = {
 def _put_back() -> Iterator[None]:
     names = ("NUMBER", "helper", "reads")
     before = {name: globals()[name] for name in names}
-    attributes = [(Scale, "factor", 2), (Base, "shift", 0), (Outside, "extra", Outside.extra)]
+    classes = {each: dict(vars(each)) for each in (Scale, Base, Outside)}
     yield
     globals().update(before)
     OPTIONS.size, TABLE["gains"], GAIN["all"] = 1, [1, 2], 1
     KNOWN.clear()
     become(1)
     enclosed_table["all"] = 1
-    for owner, name, value in attributes:
-        setattr(owner, name, value)
+    for each, attributes in classes.items():
+        for name in vars(each).keys() - attributes.keys():
+            delattr(each, name)
+        for name in vars(each).keys() & attributes.keys():
+            if vars(each)[name] is not attributes[name]:
+                setattr(each, name, attributes[name])
 
 
 def _passes(dataset: Any, loader: Any, workers: int, change: Callable[[], None]) -> list[Any]:

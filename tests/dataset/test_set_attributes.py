@@ -395,6 +395,140 @@ def test_attributes_with_an_underscore_are_the_datasets_too(loader: Any, workers
         assert own._epoch == 2
 
 
+class Shifted(Pictures):
+    scale = 5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = 0
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)
+        return image + self.offset, label
+
+
+class Negative(Shifted):
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)
+        return -image, label
+
+
+def deletes(dataset: Any) -> None:
+    del dataset.scale
+
+
+def updates_dict(dataset: Any) -> None:
+    dataset.__dict__.update(offset=3)
+
+
+def sets_in_vars(dataset: Any) -> None:
+    vars(dataset)["offset"] = 3
+
+
+def sets_dict(dataset: Any) -> None:
+    dataset.__dict__ = {**dataset.__dict__, "offset": 3}
+
+
+def sets_class(dataset: Any) -> None:
+    dataset.__class__ = Negative
+
+
+def copies_by_hand(dataset: Any) -> Any:
+    twin = dataset.__class__.__new__(dataset.__class__)
+    twin.__dict__.update(dataset.__dict__)
+    twin.offset = 7
+    return twin
+
+
+BY_HAND = (deletes, updates_dict, sets_in_vars, sets_dict, sets_class, copies_by_hand)
+
+
+@pytest.mark.parametrize("change", BY_HAND)
+@pytest.mark.parametrize("made_by", LOADERS)
+def test_what_lies_under_the_attributes_is_the_datasets(change: Any, made_by: str) -> None:
+    plain, own = Shifted(), Shifted()
+    with recorded(), hotset.cache(own, memory="1MiB") as cached:
+        loaders = {dataset: LOADERS[made_by](dataset) for dataset in (plain, cached)}
+        same(*map(two_epochs, loaders.values()))
+        expected, found = change(plain) or plain, change(cached) or cached
+        make = [loaders.get(each) or LOADERS[made_by](each) for each in (found, expected)]
+        same(*map(two_epochs, make))
+        assert vars(own).keys() == vars(plain).keys() == vars(cached).keys()
+        assert type(own) is type(plain)
+        with pytest.raises(AttributeError, match="missing"):
+            del cached.missing
+        assert {*dir(plain), "stats"} <= {*dir(cached)}
+
+
+class Mergeable(Pictures):
+    """Its class says itself what operators do with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = list(range(N))
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(self.numbers[index])
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self.numbers[index] = value
+
+    def __delitem__(self, index: int) -> None:
+        del self.numbers[index]
+
+    def __add__(self, other: Any) -> Any:
+        both = copy.copy(self)
+        both.numbers = self.numbers + [(number + 5) % N for number in other.numbers]
+        return both
+
+    def __radd__(self, other: Any) -> Any:
+        return self if other == 0 else NotImplemented
+
+    def __reversed__(self) -> Any:
+        return iter(self.numbers)
+
+
+@pytest.mark.parametrize("made_by", LOADERS)
+def test_elements_that_are_set_or_deleted_are_the_datasets(made_by: str) -> None:
+    plain = Mergeable()
+    with recorded() as told, hotset.cache(Mergeable(), memory="1MiB") as cached:
+        loaders = [LOADERS[made_by](dataset) for dataset in (plain, cached)]
+        same(*map(two_epochs, loaders))
+        for dataset in (plain, cached):
+            dataset[2] = dataset[3] = 9
+            del dataset[5]
+        same(*map(two_epochs, loaders))
+        assert cached.stats().hits >= N - 1
+    assert ["Mergeable.elements was set" in str(each.message) for each in told] == [True]
+    with hotset.cache(Pictures(), memory="1MiB") as cached, pytest.raises(TypeError, match="Pictures"):
+        cached[0] = 3
+
+
+def test_sums_are_what_the_datasets_class_makes_of_them() -> None:
+    plain, other = Mergeable(), Mergeable()
+    with hotset.cache(Mergeable(), memory="1MiB") as cached:
+        for expected, found in [
+            (plain + other, cached + other),
+            (other + plain, other + cached),
+            (sum([plain, other]), sum([cached, other])),
+        ]:
+            assert type(found) is Mergeable
+            same([found[i] for i in range(len(found))], [expected[i] for i in range(len(expected))])
+        assert sum([cached]) is cached
+        assert list(reversed(cached)) == list(reversed(plain))
+    with hotset.cache(Pictures(), memory="1MiB") as cached:
+        both: Any = cached + Pictures()
+        assert isinstance(both, ConcatDataset)
+        assert both.datasets[0] is cached
+        same(list(reversed(cached)), [Pictures()[i] for i in reversed(range(N))])
+        assert cached.stats().cached == N
+        with pytest.raises(TypeError, match="unsupported operand"):
+            _ = 0 + cached
+
+
 def test_memory_of_the_old_cache_is_freed() -> None:
     class Large(Pictures):
         def __getitem__(self, index: int) -> Any:
@@ -553,7 +687,7 @@ def test_its_own_names_cannot_be_set(name: str) -> None:
 
 def test_its_own_public_names_are_few() -> None:
     with hotset.cache(Pictures(), memory="1MiB") as cached:
-        own = {name for name in [*dir(type(cached)), *vars(cached)] if not name.startswith("_")}
+        own = {name for name in dir(type(cached)) if not name.startswith("_")}
         assert own == {"check", "clear", "close", "dataset", "fill", "plan", "set_epoch", "stats"}
 
 

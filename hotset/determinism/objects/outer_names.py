@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from hotset.determinism.objects.code_dependencies import cells_of, globals_of, installed, is_users, names_in
+from hotset.determinism.objects.reading_names import CALLED_UNNAMED
 from hotset.determinism.objects.safe_access import UNSET, content_of_cell, is_opaque
 
 __all__ = ["outer_names"]
@@ -28,7 +29,7 @@ def outer_names(code: Iterable[Any], classes: Iterable[type]) -> list[Any]:
         classes: more of these; the bases of all count as well.
     """
     found: dict[int, tuple[Any, set[str]]] = {}
-    named, kinds, closures = set[str](), list(classes), list[Any]()
+    named, kinds, closures = set[str](CALLED_UNNAMED), list(classes), list[Any]()
     for each in code:
         if issubclass(type(each), type):
             kinds.append(each)

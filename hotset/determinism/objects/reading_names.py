@@ -25,10 +25,12 @@ from hotset.determinism.objects.code_dependencies import is_users, names_in
 from hotset.determinism.objects.object_graph import held_objects, loaded_by
 from hotset.determinism.objects.safe_access import attributes_of, is_a, is_opaque, length, values_of
 
-__all__ = ["ReadingCode", "reading_code"]
+__all__ = ["CALLED_UNNAMED", "ReadingCode", "reading_code"]
 
 _READING = ("__getitem__", "__getitems__", "__getattr__", "__getattribute__")
 _IN_READING = ("__len__", "__iter__", "__call__", "__enter__", "__exit__")  # which code calls without a name
+CALLED_UNNAMED = frozenset((*_READING, *_IN_READING))
+"""Methods that are called where samples are read, although no code there names them."""
 _OF_ANY_NAME = frozenset(
     {*("getattr", "vars", "dir", "eval", "exec", "locals", "attrgetter", "methodcaller", "getmembers")}
     | {*("copy", "deepcopy", "dumps", "asdict", "fields")}
