@@ -566,6 +566,8 @@ def chain_of(transform: Transform | Sequence[Transform] | None) -> tuple[Transfo
 
 def _require_map_style(dataset: Any) -> None:
     kind = type(dataset).__name__
+    if issubclass(type(dataset), type) and not hasattr(type(dataset), "__len__"):
+        raise ArgumentError(f"dataset must be an object, got the class {dataset.__name__}; make one of it.")
     if not hasattr(dataset, "__getitem__"):
         raise ArgumentError(
             f"hotset.cache needs a dataset with dataset[i] and len(dataset), got an object of type {kind}."

@@ -467,6 +467,13 @@ def test_what_does_not_go_together_is_a_sentence(arguments: dict[str, Any], says
     assert is_a_sentence(found.text)
 
 
+@pytest.mark.parametrize("dataset", [None, 3, Samples, int])
+def test_what_is_no_dataset_is_a_sentence(dataset: Any) -> None:
+    found = failure(lambda: hotset.cache(dataset))
+    assert found.kind is hotset.ArgumentError
+    assert is_a_sentence(found.text)
+
+
 class Large(Dataset[Any]):
     """Pictures of many sizes, a megabyte a few of them, with texts, and one in a form of its own."""
 
