@@ -23,7 +23,8 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from hotset.store.gather import Variable
 from hotset.store.leaves.array_leaf import ArrayLeaf
-from hotset.store.leaves.schema import Group, Node, Schema
+from hotset.store.leaves.schema import Schema
+from hotset.store.leaves.tree import Group, Node
 from hotset.store.ragged import Ragged
 
 __all__ = ["Pad", "RaggedCollate", "bound", "is_known", "pad", "ragged"]

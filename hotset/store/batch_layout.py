@@ -23,7 +23,8 @@ import torch
 from hotset.store.leaves.array_leaf import ArrayLeaf
 from hotset.store.leaves.codecs import codec_named
 from hotset.store.leaves.python_leaves import NumberLeaf, NumbersLeaf, TextLeaf
-from hotset.store.leaves.schema import Group, Node, Schema, leaves_of
+from hotset.store.leaves.schema import Schema
+from hotset.store.leaves.tree import Group, Node, leaves_of
 
 __all__ = ["BatchTree", "Column", "NotGathered", "torch_dtype"]
 

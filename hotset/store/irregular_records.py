@@ -43,7 +43,10 @@ from hotset.errors import SegmentError
 from hotset.store.format import LINE, OWN_STAMP, RECORD_HEADER, TAIL, tail_word
 from hotset.store.leaves.array_leaf import ArrayLeaf
 from hotset.store.leaves.leaf import SchemaMismatch
-from hotset.store.leaves.schema import LARGEST_RECORD, Group, Node, Prepared, Schema, infer, to_json, varied
+from hotset.store.leaves.schema import LARGEST_RECORD, Prepared, Schema
+from hotset.store.leaves.tree import Group, Node, varied
+from hotset.store.leaves.tree_inference import infer
+from hotset.store.leaves.tree_json import to_json
 
 __all__ = [
     "Flattened",
