@@ -143,8 +143,8 @@ def read_token(port: int) -> str:
 class Claim:
     """A port's files, held by its server; see :func:`claim`."""
 
-    def __init__(self, folder: int, port: int, fd: int, token: str) -> None:
-        self._folder, self._port, self._fd = folder, port, fd
+    def __init__(self, fd: int, token: str) -> None:
+        self._fd = fd
         self.token = token
 
     def publish(self, place: Place) -> None:
@@ -179,7 +179,7 @@ def claim(port: int) -> Iterator[Claim]:
         token = secrets.token_urlsafe(32)
         _write(open_at(folder, f"server-{port}.token", create=True), token.encode())
         stack.callback(_remove, folder, f"server-{port}.token")
-        yield Claim(folder, port, fd, token)
+        yield Claim(fd, token)
 
 
 def open_log(port: int) -> int:
