@@ -37,7 +37,7 @@ from hotset.dataset.streams.source import StreamSource, is_stream
 from hotset.dataset.window import Window
 from hotset.determinism.declare import declaration_of, declared
 from hotset.determinism.objects.safe_access import has
-from hotset.errors import SegmentError, UnsupportedPlatform
+from hotset.errors import SegmentError
 from hotset.session.find_or_create import (
     CacheLocation,
     Shared,
@@ -411,8 +411,6 @@ def _create(result: PlanResult, options: CacheOptions, location: CacheLocation |
         if plan.stream:
             StreamParts(store).use(1)
         return store
-    except UnsupportedPlatform:
-        raise
     except (OSError, MemoryError, ValueError, OverflowError) as error:
         warn(
             f"{plan.name}: no cache can be made, so samples come from the source: {error}. Check the limits "

@@ -32,7 +32,7 @@ import torch
 from hotset._warnings import warn
 from hotset.dataset.attachment import Attachment
 from hotset.dataset.sample_spec import SampleSpec, limit_in_bytes, sample_count
-from hotset.errors import ArgumentError, SegmentError, UnsupportedPlatform
+from hotset.errors import ArgumentError, SegmentError
 from hotset.session.find_or_create import find_or_create_in_job
 from hotset.store.format import PRESENT, Live
 from hotset.store.segment import Words
@@ -324,8 +324,6 @@ class SharedCache:
         def create() -> Slots | None:
             try:
                 return Slots.create(spec.schema, self._length, lines, about={"name": name})
-            except UnsupportedPlatform:
-                raise
             except (OSError, MemoryError, ValueError, OverflowError) as error:
                 warn(
                     f"SharedCache: no cache can be made, so every slot stays empty: {error}. Check the "

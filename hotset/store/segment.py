@@ -29,14 +29,13 @@ import mmap
 import os
 import secrets
 import stat
-import sys
 import zlib
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hotset.errors import SegmentError, UnsupportedPlatform
+from hotset.errors import SegmentError
 from hotset.store import locks, memory_limits
 from hotset.store.format import (
     HEADER_BYTES,
@@ -122,13 +121,8 @@ class Segment:
             limit: bytes that its extents may take together.
 
         Raises:
-            UnsupportedPlatform: this is not Linux.
             OSError: the file cannot be created.
         """
-        if sys.platform != "linux":
-            raise UnsupportedPlatform(
-                f"hotset runs on Linux only, and this is {sys.platform}: it needs memfd and /proc."
-            )
         nameless = path is None and folder is None
         if nameless:
             fd = os.memfd_create("hotset", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -6,12 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import hotset
 from hotset.errors import HotsetError, UnsupportedPlatform
-from hotset.store.format import Geometry
-from hotset.store.segment import Segment
 
 ON_A_MAC = """
 import sys
@@ -49,10 +45,3 @@ def test_each_public_name_is_refused_with_what_to_do_and_without_importing_torch
 def test_it_is_an_error_of_hotsets_and_of_the_system() -> None:
     assert issubclass(UnsupportedPlatform, (HotsetError, OSError))
     assert hotset.UnsupportedPlatform is UnsupportedPlatform
-
-
-@pytest.mark.parametrize("platform", ["darwin", "win32"])
-def test_no_memory_is_made_elsewhere(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", platform)
-    with pytest.raises(UnsupportedPlatform, match=platform):
-        Segment.create(Geometry(1, 16, 0, 0, 0), limit=0)
