@@ -32,9 +32,9 @@ from hotset.run.ledger import (
 )
 from hotset.run.program import run_program
 
-__all__ = ["NO_LOADER", "doctor"]
+__all__ = ["doctor"]
 
-NO_LOADER = 3  # the exit code of a program that iterates over no loader
+_NO_LOADER = 3  # the exit code of a program that iterates over no loader
 _LONGEST_LINE = 1000  # characters: a reason that is cut tells nothing
 _LOOK_SECONDS = 0.05
 _PAUSE_SECONDS = 3.0  # a process that is stopped for longer goes on, whatever the program does
@@ -85,7 +85,7 @@ def doctor(command: Sequence[str], *, seconds: float, keep: bool, as_json_text: 
             return status
         if seen is None:
             _say(_no_loader(ledger, shlex.join(command)))
-            return NO_LOADER << 8
+            return _NO_LOADER << 8
         _tell(seen, shlex.join(command), as_json_text)
         return 0
     finally:

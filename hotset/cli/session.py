@@ -35,7 +35,6 @@ __all__ = [
     "resized_text",
     "sessions_table",
     "show",
-    "time_text",
 ]
 
 
@@ -160,7 +159,7 @@ def describe(session: dict[str, Any]) -> RenderableType:
     spills = f"{format_bytes(disk['used'])} in {printable(disk['folder'])}" if disk["folder"] else "none"
     facts.add_row("disk", Text(spills + (", kept after a reboot" if session["persist"] else "")))
     ttl = session["ttl"]
-    facts.add_row("expires", "never" if ttl is None else f"{time_text(ttl)} after its last use")
+    facts.add_row("expires", "never" if ttl is None else f"{_time_text(ttl)} after its last use")
     server = session["server"]
     facts.add_row("owner", "nobody" if server is None else f"the server of port {server}")
     facts.add_row("in use", "yes" if session["in_use"] else "no")
@@ -230,11 +229,11 @@ def print_status(status: dict[str, Any]) -> None:
     out.print(sessions_table(status["sessions"]) if status["sessions"] else "There are no sessions.")
 
 
-def time_text(seconds: float) -> str:
+def _time_text(seconds: float) -> str:
     """A time in the largest whole unit.
 
     Example:
-        >>> time_text(86400), time_text(90)
+        >>> _time_text(86400), _time_text(90)
         ('1 d', '90 s')
     """
     for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):

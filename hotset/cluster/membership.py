@@ -37,7 +37,6 @@ from hotset.session.session_files import membership_file
 from hotset.store.claims import Ids
 
 __all__ = [
-    "FURTHER",
     "PATIENCE",
     "Keys",
     "Member",
@@ -53,7 +52,7 @@ Owned = tuple[str, Ids]
 
 PATIENCE = 1.5
 # How many machines after its owner are asked to keep a sample.
-FURTHER = 2
+_FURTHER = 2
 _LOOK_SECONDS = 0.25
 _TRIES = 3
 
@@ -132,7 +131,7 @@ class Membership:
 
     def after(self, ids: Ids, turn: int) -> list[Owned]:
         """The machines that come ``turn`` places after these samples' owners, this one too; with samples."""
-        if self._placement is None or turn > FURTHER or not len(ids):
+        if self._placement is None or turn > _FURTHER or not len(ids):
             return []
         order = self._placement.order(ids, turn + 1)
         return _grouped(self.members, ids, order[:, turn]) if order.shape[1] > turn else []

@@ -66,7 +66,7 @@ class RemoteCache:
         replicate: keep here, as far as there is room, what others have sent.
     """
 
-    def __init__(self, number: int, fingerprint: bytes, *, replicate: bool = False) -> None:
+    def __init__(self, number: int, fingerprint: bytes, *, replicate: bool) -> None:
         self._number, self._fingerprint, self._replicate = number, fingerprint, replicate
         self._begin()
 

@@ -79,8 +79,8 @@ class ActiveWindow:
         read: Callable[[int], Any],
         name: str,
         *,
-        wait: bool = False,
-        prefill: bool = False,
+        wait: bool,
+        prefill: bool,
     ) -> None:
         self.sizes = sizes
         self._policy = sizes.policy()

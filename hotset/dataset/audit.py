@@ -38,7 +38,7 @@ from hotset.determinism.verdict import name_of
 from hotset.store.format import PRESENT
 from hotset.store.store import Store
 
-__all__ = ["Audit", "first_difference", "why_it_differs"]
+__all__ = ["Audit", "first_difference"]
 
 _SHARE = 0.01
 _REPEATS = 16
@@ -132,7 +132,7 @@ class Audit:
 
     def _why(self, index: int) -> str:
         try:
-            return why_it_differs(self._source, index)
+            return _why_it_differs(self._source, index)
         except Exception as error:
             return f"the source returns another sample now (reading it again raised {type(error).__name__})"
 
@@ -181,14 +181,14 @@ def _held(source: Source, hold: Callable[[Any, list[Any]], HeldAttributes]) -> H
     return hold(source.dataset, leaves((*source.inner, *source.prefix)))
 
 
-def why_it_differs(source: Source, index: int) -> str:
+def _why_it_differs(source: Source, index: int) -> str:
     """A phrase that names the transform, or the dataset, because of which a sample differs now.
 
     Example:
         >>> import random
         >>> from hotset.dataset.pipeline import Cuts
         >>> frozen = Pipeline([1.0, 2.0], (), (lambda x: x + random.random(),)).cut(Cuts((), 1))
-        >>> why_it_differs(frozen, 0)
+        >>> _why_it_differs(frozen, 0)
         '<lambda> returns another output each time'
     """
     pipeline = Pipeline.of(source.dataset, None)

@@ -517,7 +517,7 @@ class ApplyAt:
     """Applies transforms to the value at one path of a sample, or to several values at once."""
 
     def __init__(
-        self, paths: Sequence[SamplePath], steps: Sequence[Transform], keywords: Sequence[str] = ()
+        self, paths: Sequence[SamplePath], steps: Sequence[Transform], keywords: Sequence[str]
     ) -> None:
         self.paths = tuple(paths)
         self.steps = tuple(steps)

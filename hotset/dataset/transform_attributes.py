@@ -232,7 +232,7 @@ class Snapshot:
     Example:
         >>> import types
         >>> dataset = types.SimpleNamespace(transform=len)
-        >>> held = Snapshot(dataset)
+        >>> held = Snapshot(dataset, ())
         >>> held.is_current()
         True
         >>> dataset.transform = min
@@ -240,7 +240,7 @@ class Snapshot:
         False
     """
 
-    def __init__(self, dataset: Any, given: Any = ()) -> None:
+    def __init__(self, dataset: Any, given: Any) -> None:
         self._held: list[tuple[Any, str, Any]] = []
         self._formats: list[tuple[Any, Any]] = []
         self._children: list[tuple[Any, tuple[Any, ...]]] = []

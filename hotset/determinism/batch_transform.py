@@ -33,7 +33,6 @@ class BatchTransform(TakesBatches):
         transform: the user's function.
         columns: the columns that the function gets; None for all.
         keeps_others: whether the other columns are part of the result, too.
-        batched: whether the function gets the rows of a batch in one call; otherwise one by one.
 
     Example:
         >>> double = BatchTransform(lambda batch: {"x": [2 * x for x in batch["x"]]})
@@ -47,12 +46,11 @@ class BatchTransform(TakesBatches):
         columns: Sequence[str] | None = None,
         *,
         keeps_others: bool = False,
-        batched: bool = True,
     ) -> None:
         self.transform = transform
         self.columns = None if columns is None else tuple(columns)
         self.keeps_others = keeps_others
-        self.batched = batched
+        self.batched = True  # whether the function gets the rows of a batch in one call; otherwise one by one
 
     def __call__(self, row: Row) -> Any:
         """The result for one row."""

@@ -31,7 +31,7 @@ import torch
 
 from hotset.device.trees import map_tensors, memory_of, tensors_of
 
-__all__ = ["HostTransfer", "StreamTransfer", "Transfer", "copy_stream", "resolve_device", "transfer_to"]
+__all__ = ["HostTransfer", "StreamTransfer", "Transfer", "resolve_device", "transfer_to"]
 
 # The batches whose steps have not ended may take as many bytes, however many batches these are.
 _PENDING_BYTES = 256 << 20
@@ -97,7 +97,7 @@ class StreamTransfer:
         self._device = resolve_device(device)
         self._steps = steps
         self._api = api
-        self._stream = copy_stream(self._device, api)
+        self._stream = _copy_stream(self._device, api)
         # The event behind each copy under way, and the host's memory that it reads.
         self._copying: deque[tuple[Any, Any]] = deque()
         self._last_size = 0  # of the batch that was handed over last
@@ -183,7 +183,7 @@ def resolve_device(device: Any) -> torch.device:
 
 
 @functools.cache
-def copy_stream(device: torch.device, api: Any = torch.cuda) -> Any:
+def _copy_stream(device: torch.device, api: Any) -> Any:
     """The stream of all copies to a device."""
     return api.Stream(device)
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from hotset.errors import ArgumentError
 
-__all__ = ["ConfigValue", "ImagePipeline", "read_config", "read_samples"]
+__all__ = ["ConfigValue", "ImagePipeline", "read_config"]
 
 _ARGUMENTS = (
     "data_list_file_path",
@@ -175,7 +175,7 @@ class ImagePipeline:
         steps: the elements of ``pre_transforms``.
         is_training: whether this is section ``train``, not ``validate``.
         task: ``"Segmentation"`` or ``"Classification"``.
-        samples: one dict for each sample: see :func:`read_samples`.
+        samples: one dict for each sample: see :func:`_read_samples`.
         crop: voxels (or pixels) along each axis.
         batch_size: samples in a batch.
         num_workers, prefetch_size: worker processes, and batches that they make ahead.
@@ -219,7 +219,7 @@ def read_config(config: Any, section: str, environment: Mapping[str, Any]) -> Im
     args = given["args"]
     args.only((*_ARGUMENTS, *(_CACHE_ARGUMENTS if cached else ())), name)
     training = section == "train"
-    samples = read_samples(args, task, needs_labels=training)
+    samples = _read_samples(args, task, needs_labels=training)
     crop = tuple(size.whole(1) for size in args["output_crop_size"].elements("two or three sizes"))
     if len(crop) not in (2, 3):
         raise args["output_crop_size"].wrong("a list of two or three sizes")
@@ -258,7 +258,7 @@ def _cache_arguments(args: ConfigValue, samples: int, training: bool) -> tuple[i
     return resident, 0.0
 
 
-def read_samples(args: ConfigValue, task: str, *, needs_labels: bool) -> list[dict[str, Any]]:
+def _read_samples(args: ConfigValue, task: str, *, needs_labels: bool) -> list[dict[str, Any]]:
     """The samples of a list in the form of the Medical Segmentation Decathlon.
 
     Args:

@@ -44,7 +44,7 @@ class BatchOrder:
     """
 
     def __init__(
-        self, batches: Any, *, ahead: int, generator: torch.Generator | None, fresh: bool, arrays: bool = True
+        self, batches: Any, *, ahead: int, generator: torch.Generator | None, fresh: bool, arrays: bool
     ) -> None:
         self._ahead = ahead
         self._arrays = arrays

@@ -87,8 +87,8 @@ class IdleWork:
 class _TaskQueue(Queue):  # type: ignore[type-arg]
     """A queue whose ``get()`` does idle work until there is something to get."""
 
-    def __init__(self, idle: IdleWork, context: BaseContext, maxsize: int = 0) -> None:
-        super().__init__(maxsize, ctx=context)
+    def __init__(self, idle: IdleWork, context: BaseContext) -> None:
+        super().__init__(ctx=context)
         self._idle = idle
 
     def __getstate__(self) -> Any:

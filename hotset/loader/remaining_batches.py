@@ -99,7 +99,7 @@ class RemainingBatches:
         self,
         batches: Any,
         position: EpochPosition,
-        begin: Callable[[Any], Iterator[Any]] | None = None,
+        begin: Callable[[Any], Iterator[Any]] | None,
         *,
         by_samples: bool,
     ) -> None:

@@ -144,7 +144,7 @@ class TaskSampler:
     """
 
     def __init__(
-        self, batches: Any, buffers: BatchBuffers, prefetch: Callable[[Any], None] | None, workers: int = 0
+        self, batches: Any, buffers: BatchBuffers, prefetch: Callable[[Any], None] | None, workers: int
     ) -> None:
         self._batches = batches
         self._workers = workers

@@ -185,7 +185,7 @@ class Calls:
         return self._get(described, compute, lambda: describe_arguments(identity))
 
     def get_by_key(
-        self, key: bytes, compute: Callable[[], Any], file: tuple[str, os.stat_result] | None = None
+        self, key: bytes, compute: Callable[[], Any], file: tuple[str, os.stat_result] | None
     ) -> Any:
         """As :meth:`get`, for callers that describe their calls themselves.
 

@@ -24,7 +24,7 @@ from hotset.run.environment import Options, options_here
 from hotset.run.ledger import SLOW, ledger_here, left_alone, wait_for_store
 from hotset.run.worth import Worth
 
-__all__ = ["File", "Kept", "NotKept", "attach", "before_fork", "close_memos", "is_computing", "memo_of"]
+__all__ = ["File", "Kept", "NotKept", "attach", "before_fork", "close_memos", "memo_of"]
 
 # A process that decodes a few files, and has no other use for torch, must not wait for it.
 _CALLS_WITHOUT_TORCH = 100
@@ -32,7 +32,7 @@ _SLOW = "to keep what it returns takes longer than that saves"
 _here = threading.local()
 
 
-def is_computing() -> bool:
+def _is_computing() -> bool:
     """Whether this thread is inside a function that a memo computes."""
     return getattr(_here, "computing", False)
 
@@ -126,7 +126,7 @@ class Kept:
             if self._calls <= _CALLS_WITHOUT_TORCH:
                 self._note("the process has not imported torch")
                 return False
-        return not is_computing()
+        return not _is_computing()
 
     def _leave(self) -> None:
         self._slow = True
@@ -293,7 +293,7 @@ def before_fork(prepare: Callable[[], None]) -> None:
 
 def _before_fork() -> None:
     """Make memos before workers are forked: each of them would have to import what they need."""
-    if "torch" in sys.modules and not is_computing():
+    if "torch" in sys.modules and not _is_computing():
         for prepare in _prepares:
             prepare()
 

@@ -28,9 +28,9 @@ from hotset.determinism.draws.rng import Generators
 from hotset.errors import StateError
 from hotset.loader.rng_state import DAMAGE, damaged, pack, restore
 
-__all__ = ["FORMAT", "UNFINISHED", "put_random_states", "random_states", "read", "write"]
+__all__ = ["UNFINISHED", "put_random_states", "random_states", "read", "write"]
 
-FORMAT = 1
+_FORMAT = 1
 UNFINISHED = ".{}.unfinished"
 
 _ACCELERATOR = "accelerator"
@@ -48,7 +48,7 @@ def write(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
     unfinished = target.with_name(UNFINISHED.format(target.name))
     try:
         with unfinished.open("wb") as file:
-            torch.save({"format": FORMAT, **content}, file)
+            torch.save({"format": _FORMAT, **content}, file)
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(target)
@@ -91,9 +91,9 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"{path} must be a checkpoint of hotset.Model, and is another file; load the network's own "
             "files with torch.load."
         )
-    if content.get("format") != FORMAT:
+    if content.get("format") != _FORMAT:
         raise StateError(
-            f"{path} has format {content.get('format')!r}, and this hotset reads format {FORMAT}; load it "
+            f"{path} has format {content.get('format')!r}, and this hotset reads format {_FORMAT}; load it "
             "with the version of hotset that wrote it."
         )
     return content

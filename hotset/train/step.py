@@ -22,9 +22,9 @@ from torch import nn
 
 from hotset.errors import ArgumentError
 
-__all__ = ["LABEL", "Parts", "in_mode", "loss_of", "parts_of", "training_step"]
+__all__ = ["Parts", "in_mode", "loss_of", "parts_of", "training_step"]
 
-LABEL = "label"
+_LABEL = "label"
 
 
 class Parts(NamedTuple):
@@ -57,17 +57,17 @@ def parts_of(batch: tuple[Any, ...]) -> Parts:
     """
     if len(batch) == 1 and isinstance(batch[0], Mapping):
         named = batch[0]
-        if LABEL not in named:
+        if _LABEL not in named:
             raise ArgumentError(
-                f'a batch has no "{LABEL}", only {", ".join(map(repr, named)) or "nothing"}: name it so in '
+                f'a batch has no "{_LABEL}", only {", ".join(map(repr, named)) or "nothing"}: name it so in '
                 "the dataset, or give loss_fn=None and have the network return the loss itself."
             )
-        return Parts((), {name: value for name, value in named.items() if name != LABEL}, named[LABEL])
+        return Parts((), {name: value for name, value in named.items() if name != _LABEL}, named[_LABEL])
     if len(batch) < 2:
         held = type(batch[0]).__name__ if batch else "nothing"
         raise ArgumentError(
             f"a batch holds {held} alone and no label: batches are (input, ..., label) or a dict with "
-            f'"{LABEL}"; or give loss_fn=None and have the network return the loss itself.'
+            f'"{_LABEL}"; or give loss_fn=None and have the network return the loss itself.'
         )
     return Parts(batch[:-1], {}, batch[-1])
 

@@ -22,7 +22,6 @@ import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from hotset.dataset.arguments import CacheOptions
@@ -77,7 +76,7 @@ class PlanResult(NamedTuple):
     source: Source
     cuts: Cuts
     schema: Schema | None
-    metadata: Mapping[str, Any] = MappingProxyType({})
+    metadata: Mapping[str, Any]
 
 
 def joined_plan(

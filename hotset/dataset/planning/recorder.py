@@ -155,7 +155,7 @@ def find_paths(sample: Any, recorder: Recorder) -> tuple[SamplePath, ...] | None
     return paths if len(paths) == len(results) == len(set(paths)) else None
 
 
-def passes_shared_objects(pipeline: Pipeline, index: int, left: Collection[int] = ()) -> list[bool]:
+def passes_shared_objects(pipeline: Pipeline, index: int, left: Collection[int]) -> list[bool]:
     """For each of a dataset's own chains, whether its input is also referred to by another object.
 
     ``__getitem__`` itself refers to the input while it runs, so the references are counted after it returned.

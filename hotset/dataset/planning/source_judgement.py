@@ -27,7 +27,7 @@ _SEEDS = frozenset({"seed", "manual_seed", "seed_everything", "set_rng_state", "
 
 
 def judge_source(
-    dataset: Any, source: Source, probed: Probe, *, stored: bool, draws_live: bool = False
+    dataset: Any, source: Source, probed: Probe, *, stored: bool, draws_live: bool
 ) -> tuple[list[str], bool]:
     """Refuse a random source, unless it is declared deterministic, or only some of its samples draw.
 

@@ -29,11 +29,6 @@ __all__ = [
     "ArrayLeaf",
     "array_from_json",
     "array_leaf",
-    "dense_strides",
-    "is_dense_in",
-    "memory_order",
-    "refuse_dtype",
-    "refuse_tensor",
 ]
 
 # Dtypes of whole bytes, by name: not the quantized ones, nor those that pack several values in a byte.
@@ -54,7 +49,7 @@ _CACHED_KINDS = "biufcmMSU"
 _SMALL = 2048  # bytes of an array, up to which a call for each would cost more than its copying
 
 
-def dense_strides(shape: Shape, order: Shape) -> Shape:
+def _dense_strides(shape: Shape, order: Shape) -> Shape:
     """Strides, in elements, of a dense array whose dimensions lie in ``order``, outermost first."""
     strides = [0] * len(shape)
     step = 1
@@ -64,20 +59,20 @@ def dense_strides(shape: Shape, order: Shape) -> Shape:
     return tuple(strides)
 
 
-def is_dense_in(order: Shape, shape: Shape, strides: Shape) -> bool:
+def _is_dense_in(order: Shape, shape: Shape, strides: Shape) -> bool:
     """Whether an array of this shape and strides (in elements) is dense, its dimensions in that order."""
-    dense = dense_strides(shape, order)
+    dense = _dense_strides(shape, order)
     return all(size == 1 or have == want for size, have, want in zip(shape, strides, dense, strict=True))
 
 
-def memory_order(shape: Shape, strides: Shape) -> Shape:
+def _memory_order(shape: Shape, strides: Shape) -> Shape:
     """The order of a dense array's dimensions in memory, outermost first; C order if it is not dense."""
     identity = tuple(range(len(shape)))
-    if is_dense_in(identity, shape, strides):
+    if _is_dense_in(identity, shape, strides):
         return identity
     # Dimensions of one element have arbitrary strides: they go first, and count for nothing.
     order = tuple(sorted(identity, key=lambda axis: (shape[axis] != 1, -strides[axis], axis)))
-    return order if is_dense_in(order, shape, strides) else identity
+    return order if _is_dense_in(order, shape, strides) else identity
 
 
 @dataclass(frozen=True)
@@ -185,9 +180,9 @@ class ArrayLeaf(Leaf):
         if array.size == 0 or (self.is_plain and array.flags.c_contiguous):
             return
         strides = tuple(step // array.itemsize for step in array.strides)
-        if is_dense_in(self.order, array.shape, strides):
+        if _is_dense_in(self.order, array.shape, strides):
             return
-        if not self.is_plain or memory_order(array.shape, strides) != self.order:
+        if not self.is_plain or _memory_order(array.shape, strides) != self.order:
             raise SchemaMismatch("its dimensions lie in another order in memory")
 
     def put(self, buffer: Any, offset: int, checked: Carrier) -> None:
@@ -236,7 +231,7 @@ class ArrayLeaf(Leaf):
     def _lay_out(self, array: Any) -> Any:
         """Copy an array in C order into the order that samples have in memory."""
         shape = tuple(array.shape)
-        strides = dense_strides(shape, self.order)
+        strides = _dense_strides(shape, self.order)
         if self.library == "torch":
             return torch.empty_strided(shape, strides, dtype=self.torch_dtype).copy_(array)
         laid = np.empty(tuple(shape[axis] for axis in self.order), self.numpy_dtype)
@@ -272,7 +267,7 @@ def _tensor_carrier(value: object, leaf: ArrayLeaf) -> Carrier:
         raise SchemaMismatch(
             f"{value.dtype} with {value.ndim} dimensions instead of {leaf.dtype} with {leaf.ndim}"
         )
-    refuse_tensor(value)
+    _refuse_tensor(value)
     if value.is_conj() or value.is_neg():
         value = value.resolve_conj().resolve_neg()
     carrier = _CARRIERS.get(value.dtype)
@@ -288,18 +283,18 @@ def _numpy_carrier(value: object, leaf: ArrayLeaf) -> Carrier:
             f"{value.dtype} with {value.ndim} dimensions instead of {leaf.dtype} with {leaf.ndim}"
         )
     if not leaf._has_numpys_flags(value):
-        refuse_dtype(value)
+        _refuse_dtype(value)
         raise SchemaMismatch("an array that can be written to among read-only ones, or the other way round")
     return value
 
 
-def refuse_dtype(value: Carrier) -> None:
+def _refuse_dtype(value: Carrier) -> None:
     """Raise SchemaMismatch for an array whose dtype its type string does not describe."""
     if value.dtype.metadata is not None:
         raise SchemaMismatch(f"a numpy array whose dtype has metadata ({dict(value.dtype.metadata)})")
 
 
-def refuse_tensor(value: torch.Tensor) -> None:
+def _refuse_tensor(value: torch.Tensor) -> None:
     """Raise SchemaMismatch for a tensor that bytes alone do not describe."""
     if value.device.type != "cpu" or value.layout != torch.strided or value.is_quantized or value.is_nested:
         kind = "nested" if value.is_nested else "quantized" if value.is_quantized else value.layout
@@ -317,19 +312,19 @@ def array_leaf(value: object, *, keep_order: bool) -> ArrayLeaf | None:
         SchemaMismatch: it is one, and could not come back as it was.
     """
     if type(value) is torch.Tensor:
-        refuse_tensor(value)
+        _refuse_tensor(value)
         if value.dtype not in _TORCH_NAMES:
             raise SchemaMismatch(f"a tensor of {value.dtype}")
         shape = tuple(value.shape)
-        order = memory_order(shape, value.stride())
+        order = _memory_order(shape, value.stride())
         return ArrayLeaf("torch", _TORCH_NAMES[value.dtype], value.ndim, shape, order, keep_order)
     if type(value) is np.ndarray:
         if value.dtype.kind not in _CACHED_KINDS:
             parts = "a list" if value.dtype.hasobject else "a dict of its fields"
             raise SchemaMismatch(f"a numpy array of {value.dtype}; return {parts} to have it cached")
-        refuse_dtype(value)
+        _refuse_dtype(value)
         strides = tuple(step // max(value.itemsize, 1) for step in value.strides)
-        order = memory_order(value.shape, strides)
+        order = _memory_order(value.shape, strides)
         writeable = value.flags.writeable
         return ArrayLeaf("numpy", value.dtype.str, value.ndim, value.shape, order, keep_order, writeable)
     return None

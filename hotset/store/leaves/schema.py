@@ -30,7 +30,7 @@ from hotset.store.leaves.tree import Node, build, flatten, has_codec, leaves_of,
 from hotset.store.leaves.tree_inference import infer
 from hotset.store.leaves.tree_json import DAMAGE, from_json, to_json
 
-__all__ = ["LARGE", "LARGEST_RECORD", "Prepared", "Schema", "variable_bytes"]
+__all__ = ["LARGE", "LARGEST_RECORD", "Prepared", "Schema"]
 
 LARGE = 64 << 10  # bytes of an array that is not copied to be written
 _ALIGN_TAIL = 16
@@ -176,7 +176,7 @@ class Schema:
         dims: list[Shape] = []
         for place in self.variable:
             dims.append(self.leaves[place].shape_of(values[place]))
-            tail += -(-variable_bytes(self.leaves[place], dims[-1]) // _ALIGN_TAIL) * _ALIGN_TAIL
+            tail += -(-_variable_bytes(self.leaves[place], dims[-1]) // _ALIGN_TAIL) * _ALIGN_TAIL
         if tail + self.stride > LARGEST_RECORD:
             raise SchemaMismatch("more than 2 GiB in one sample")
         return Prepared(values, dims, tail)
@@ -198,7 +198,7 @@ class Schema:
         """
         self.write_row(buffer, row_at, prepared, line)
         for place, dims in zip(self.variable, prepared.dims, strict=True):
-            size = variable_bytes(self.leaves[place], dims)
+            size = _variable_bytes(self.leaves[place], dims)
             if size:
                 self.leaves[place].put(buffer, tail_at, prepared.values[place])
             padding = -size % _ALIGN_TAIL
@@ -218,7 +218,7 @@ class Schema:
         """The bytes of a sample's tail, one leaf after the other; of a large array as it lies in memory."""
         for place, dims in zip(self.variable, prepared.dims, strict=True):
             leaf, value = self.leaves[place], prepared.values[place]
-            size = variable_bytes(leaf, dims)
+            size = _variable_bytes(leaf, dims)
             if size >= LARGE and isinstance(leaf, ArrayLeaf) and value.flags.c_contiguous:
                 yield value.reshape(-1).view(np.uint8).data
             else:
@@ -247,7 +247,7 @@ class Schema:
             for place, tail in enumerate(tails):
                 dims = struct.unpack_from(f"<{leaf.dims}I", buffer, at + place * self.stride)
                 values.append(leaf.get(buffer, tail, dims))
-                size = variable_bytes(leaf, dims)
+                size = _variable_bytes(leaf, dims)
                 tails[place] = tail + -(-size // _ALIGN_TAIL) * _ALIGN_TAIL
             found.append(values)
         return build(self.tree, iter(found), len(tails))
@@ -284,6 +284,6 @@ class Schema:
             raise SegmentError(f"the segment's schema cannot be read: {error!r}.") from error
 
 
-def variable_bytes(leaf: Leaf, dims: Shape) -> int:
+def _variable_bytes(leaf: Leaf, dims: Shape) -> int:
     """Bytes that a variable leaf of these dimensions takes in the tail."""
     return math.prod(dims) * leaf.itemsize
