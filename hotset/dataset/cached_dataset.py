@@ -19,7 +19,7 @@ import contextlib
 import copy
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any, SupportsIndex, TypeVar
+from typing import Any, ClassVar, SupportsIndex, TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from hotset.dataset.held_attributes import cached_in
 from hotset.dataset.pipeline import SampleStopped, stopped
 from hotset.dataset.plan import Plan
 from hotset.dataset.sample_access import SampleAccess
+from hotset.dataset.special_methods import NOT_OF_SAMPLES, special_methods, with_special_methods
 from hotset.dataset.stats import Stats
 from hotset.determinism.objects.safe_access import has
 from hotset.errors import ArgumentError, SegmentError
@@ -83,6 +84,11 @@ class CachedDataset(DatasetProxy[T]):
 
     __slots__ = ("_hotset_cache",)
     _hotset_cache: CurrentCache
+    _hotset_special: ClassVar[frozenset[str]] = frozenset()  # methods of the dataset's class, see below
+
+    def __new__(cls, dataset: Any, *_: Any) -> Any:
+        kind = _without_special_methods(cls)
+        return _blank(kind, special_methods(dataset, kind) if _stands_in_for(dataset) else frozenset())
 
     def __init__(self, dataset: Dataset[T], arguments: CacheArguments, make: Make) -> None:
         super().__init__(dataset, arguments)
@@ -98,14 +104,16 @@ class CachedDataset(DatasetProxy[T]):
 
         A dataset that has an attribute ``dataset`` of its own is taken apart, too, and by the wrong one.
         """
-        kind = type(getattr(self, "_hotset_dataset", None))
-        stands_in = issubclass(kind, Dataset) and not issubclass(kind, _TAKEN_APART)
-        return kind if stands_in and not has(self.dataset, "dataset") else type(self)
+        return type(self.dataset) if self._hotset_stands_in else type(self)
 
     @__class__.setter
     def __class__(self, kind: type[Any]) -> None:
         self.dataset.__class__ = kind
         self._hotset_attribute_was_set("__class__")
+
+    @property
+    def _hotset_stands_in(self) -> bool:
+        return _stands_in_for(getattr(self, "_hotset_dataset", None))
 
     @property
     def plan(self) -> Plan:
@@ -181,6 +189,45 @@ class CachedDataset(DatasetProxy[T]):
         current = self._hotset_cache.at_use()
         indices_are_its_own = current.window is None and self._hotset_arguments.transform is None
         return indices_are_its_own and getattr(type(self.dataset), method, None) is not None
+
+    def _hotset_call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """Call a special method of the dataset's class."""
+        if method not in NOT_OF_SAMPLES:
+            self._hotset_require_dataset_can_answer(f"{method}()")
+        self._hotset_set_since.method_was_looked_up()
+        return self._hotset_or_self(getattr(self.dataset, method)(*arguments, **named))
+
+    def _hotset_is_entered(self) -> bool:
+        """Whether ``with`` is the dataset's as well: a list, or a Hugging Face dataset, is left as it is."""
+        return self._hotset_stands_in and hasattr(type(self.dataset), "__enter__")
+
+    def __enter__(self) -> Any:
+        return self._hotset_call("__enter__") if self._hotset_is_entered() else self
+
+    def __exit__(self, *exception: object) -> Any:
+        self.close()
+        return self._hotset_call("__exit__", *exception) if self._hotset_is_entered() else None
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._hotset_require_indices_are_the_datasets(index)
+        super().__setitem__(index, value)
+
+    def __delitem__(self, index: Any) -> None:
+        self._hotset_require_indices_are_the_datasets(index)
+        super().__delitem__(index)
+
+    def _hotset_require_indices_are_the_datasets(self, index: Any) -> None:
+        """Refuse to set or delete an element by its index.
+
+        Raises:
+            TypeError: there is a window.
+        """
+        if self._hotset_cache.access.window is not None:
+            where = printable(f"[{index!r}]")
+            raise TypeError(
+                f"cached{where} cannot be set or deleted, as a window's indices are not the dataset's; set "
+                f"or delete it by the dataset's own index, `.dataset{where}`."
+            )
 
     def _hotset_samples(self, indices: Sequence[Any]) -> list[T]:
         current = self._hotset_cache.at_sample()
@@ -320,18 +367,33 @@ class CachedDataset(DatasetProxy[T]):
 
     def __copy__(self) -> CachedDataset[T]:
         """A cached dataset over a copy of the dataset: what is set on one is not set on the other."""
-        return type(self)(copy.copy(self.dataset), self._hotset_arguments, self._hotset_cache.make)
+        kind = _without_special_methods(type(self))
+        return kind(copy.copy(self.dataset), self._hotset_arguments, self._hotset_cache.make)  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         # torch's loader pickles it for its workers before it asks for its length.
         self._hotset_cache.as_pass_begins()
         reduced: Any = super().__reduce_ex__(protocol)
-        return _blank, (type(self),), reduced[2]
+        return _blank, (_without_special_methods(type(self)), self._hotset_special), reduced[2]
 
 
-def _blank(kind: type[CachedDataset[Any]]) -> CachedDataset[Any]:
-    """A cached dataset without its state. Pickle itself makes one only where ``__class__`` is its type."""
-    return kind.__new__(kind)
+def _stands_in_for(dataset: Any) -> bool:
+    """Whether a cached dataset is to be found an instance of the class of this dataset."""
+    kind = type(dataset)
+    whole = issubclass(kind, Dataset) and not issubclass(kind, _TAKEN_APART)
+    return whole and not has(dataset, "dataset")
+
+
+def _without_special_methods(kind: type[CachedDataset[Any]]) -> Any:
+    return kind.__base__ if kind._hotset_special else kind
+
+
+def _blank(kind: Any, names: frozenset[str]) -> Any:
+    """A cached dataset without its state, with these special methods of its dataset's class.
+
+    Pickle itself makes one only where ``__class__`` is its type.
+    """
+    return object.__new__(with_special_methods(kind, names) if names else kind)
 
 
 class _ByIndex:

@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 
 from hotset.dataset.arguments import CacheArguments
 from hotset.dataset.changes import SetSince
+from hotset.dataset.special_methods import NOT_FORWARDED, NotSettable
 from hotset.store.leaves.instances import slots_of
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ __all__ = ["DatasetProxy"]
 T = TypeVar("T")
 
 
-class DatasetProxy(Dataset[T], Generic[T]):
+class DatasetProxy(Dataset[T], Generic[T], metaclass=NotSettable):
     """An object in place of the user's dataset."""
 
     __slots__ = ("_hotset_arguments", "_hotset_dataset", "_hotset_set_since")
@@ -55,6 +56,11 @@ class DatasetProxy(Dataset[T], Generic[T]):
         self._hotset_dataset.__dict__ = held
         self._hotset_attribute_was_set("__dict__")
 
+    @property
+    def _hotset_stands_in(self) -> bool:
+        """Whether ``isinstance`` finds the dataset's class."""
+        return False
+
     def _hotset_attribute_was_set(self, name: str) -> None:
         """Make anew what is cached, as this attribute of the dataset was set."""
         raise NotImplementedError
@@ -69,7 +75,8 @@ class DatasetProxy(Dataset[T], Generic[T]):
         self.close()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith(("__", "_hotset")):
+        own = name.startswith("_hotset") or name in NOT_FORWARDED
+        if own or (name.startswith("__") and not self._hotset_stands_in):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         dataset = self._hotset_dataset
         value = getattr(dataset, name)
@@ -78,7 +85,7 @@ class DatasetProxy(Dataset[T], Generic[T]):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith(("__", "_hotset")):
+        if name.startswith("_hotset") or name in ("__class__", "__dict__"):
             object.__setattr__(self, name, value)
             return
         self._hotset_require_the_datasets(name)

@@ -6,7 +6,8 @@
 no cache behind the dataset                    by torch's own loader, whose workers die with this process
 a cached stream that was not read yet          the same, over a dataset that records what goes by
 everything cached, nothing live, and a         gathered in this process, ahead of use; no workers
-collate function that hotset knows
+collate function that hotset knows, unless
+worker_init_fn may change the dataset
 workers                                        by workers, in shared blocks (an inner loader)
 no workers                                     in this process, sample by sample
 =============================================  ===========================================================
@@ -42,6 +43,7 @@ from hotset.dataset.planning.lost_threads import has_threads
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.streams.cached_stream import CachedStream, followed_passes, passes_of
 from hotset.determinism.draws.rng import Generators
+from hotset.determinism.objects.reading_names import names_used_by
 from hotset.errors import ArgumentError, StateError
 from hotset.loader.batch_buffer import BlockCollate
 from hotset.loader.batch_builder import BatchBuilder, LocalGather, make_gather
@@ -219,7 +221,7 @@ class DataLoader(TorchDataLoader[T]):
         return FollowedBy(batches_of_cache, partial(rest_of_stream, self, self._stream, left, run, skip))
 
     def _from_cache(self, route: Route, run: EpochProgress, batches: Any) -> Iterator[Any]:
-        all_cached = route.all_present()
+        all_cached = route.all_present() and not self._workers_may_change_dataset()
         gather = self._local_gather(route) if all_cached or route.has_peers else None
         run.gathered = gather is not None and all_cached
         if self.num_workers == 0 or run.gathered:
@@ -231,6 +233,10 @@ class DataLoader(TorchDataLoader[T]):
             find = partial(self._local_gather, route)
             return LocalBatches(order, route, gather, find, builder, self._collate(route), run)
         return self._from_workers(route, run, batches)
+
+    def _workers_may_change_dataset(self) -> bool:
+        """Whether each worker may set something on its dataset before its first batch."""
+        return self.num_workers > 0 and "dataset" in names_used_by(self.worker_init_fn)
 
     # ---- resuming ------------------------------------------------------------------------------------
 

@@ -623,6 +623,15 @@ def test_an_attribute_set_in_a_worker_takes_effect_there_as_in_torch(change: Any
         assert cached.stats().cached == 0, "nothing of it is kept for others"
 
 
+@pytest.mark.parametrize("made_by", LOADERS)
+def test_a_worker_sets_attributes_also_where_everything_is_cached(made_by: str) -> None:
+    sets = functools.partial(_set_in_worker, sets_another)
+    make = functools.partial(LOADERS[made_by], num_workers=2, worker_init_fn=sets)
+    with recorded(), hotset.cache(Pictures(), memory="1MiB") as cached:
+        cached.fill()
+        same(two_epochs(make(cached)), two_epochs(make(Pictures())))
+
+
 def test_setting_a_transform_in_mid_pass_is_an_error() -> None:
     with hotset.cache(Pictures(Times(2)), memory="1MiB") as cached:
         for loader in (hotset.DataLoader(cached, batch_size=2), hotset.DataLoader(cached, batch_size=2)):

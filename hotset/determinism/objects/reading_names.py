@@ -25,7 +25,7 @@ from hotset.determinism.objects.code_dependencies import is_users, names_in
 from hotset.determinism.objects.object_graph import held_objects, loaded_by
 from hotset.determinism.objects.safe_access import attributes_of, is_a, is_opaque, length, values_of
 
-__all__ = ["CALLED_UNNAMED", "ReadingCode", "reading_code"]
+__all__ = ["CALLED_UNNAMED", "ReadingCode", "names_used_by", "reading_code"]
 
 _READING = ("__getitem__", "__getitems__", "__getattr__", "__getattribute__")
 _IN_READING = ("__len__", "__iter__", "__call__", "__enter__", "__exit__")  # which code calls without a name
@@ -92,6 +92,24 @@ def reading_code(dataset: Any, but: Collection[str] = ()) -> ReadingCode:
             search.add(*loaded_by(function))
         names |= found
     return ReadingCode(None if reads_any or search.is_too_wide else frozenset(names), functions)
+
+
+def names_used_by(function: Any) -> frozenset[str]:
+    """The names in the code of a function of the user's, and of those of the user's that it calls.
+
+    Example:
+        >>> names_used_by(print)
+        frozenset()
+    """
+    search, names = _Search(), frozenset[str]()
+    if is_users(function):
+        search.add(function)
+    while search.waiting and not search.is_too_wide:
+        called = search.waiting.pop()
+        names |= names_in(called.__code__)
+        if is_users(called):
+            search.add(*loaded_by(called))
+    return names
 
 
 class _Search:
