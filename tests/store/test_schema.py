@@ -888,6 +888,18 @@ def test_an_array_of_python_objects_is_refused() -> None:
     refused({"leaf": "number", "kind": "|O"})
 
 
+def test_a_leaf_that_no_sample_has_is_refused() -> None:
+    numbers = {"leaf": "numbers", "container": "list", "kind": "int", "length": 3}
+    array = {"leaf": "array", "library": "torch", "ndim": 0, "shape": [], "order": [], "as_lies": True}
+    Schema.from_json(numbers)
+    Schema.from_json({**array, "dtype": "int64"})
+    refused({**numbers, "container": "set"})
+    refused({**numbers, "kind": "complex"})
+    refused({**numbers, "length": 0})
+    refused({**array, "dtype": "int64", "writeable": False})  # torch has no such tensors
+    refused({"leaf": "text", "kind": "int"})
+
+
 _WORDS = ["array", "number", "text", "none", "enum", "dict", "list", "object", "torch", "numpy", "int", "str"]
 _WORDS += ["<f4", "|O", "V8", "float32", "os:system"]
 _FIELDS = ["leaf", "group", "keys", "children", "type", "codec", "kind", "library", "dtype", "ndim", "shape"]
