@@ -78,15 +78,7 @@ class NumberLeaf(Leaf):
         np.ndarray((len(checked),), self._numpy_name, buffer, offset, (stride,))[:] = checked
 
     def get(self, buffer: Any, offset: int, dims: Shape) -> Any:
-        if self.kind == "int":
-            return _INT.unpack_from(buffer, offset)[0]
-        if self.kind == "float":
-            return _FLOAT.unpack_from(buffer, offset)[0]
-        if self.kind == "bool":
-            return bool(buffer[offset])
-        if self.kind == "complex":
-            return complex(*_COMPLEX.unpack_from(buffer, offset))
-        return np.ndarray((), np.dtype(self.kind), buffer, offset)[()]
+        return self.get_all(buffer, offset, 0, 1)[0]
 
     def get_all(self, buffer: Any, offset: int, stride: int, count: int) -> list[Any]:
         values: Carrier = np.ndarray((count,), self._numpy_name, buffer, offset, (stride,))
