@@ -11,15 +11,19 @@ import os
 import signal
 import stat
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from helpers import rarely, seed_everything
 from torch import nn
+from torch.utils.data import IterableDataset
 from training import (
     BATCHES,
     WAYS,
+    N,
     Outcome,
     Recorder,
     check_resumed,
@@ -28,6 +32,7 @@ from training import (
     one_thread,
     outcome,
     resumed,
+    row,
     trained,
 )
 
@@ -62,6 +67,29 @@ def test_a_resumed_run_equals_an_uninterrupted_one(kind: str, way: str, tmp_path
     chosen = (1, BATCHES - 1, BATCHES, BATCHES + 1, 2 * BATCHES) if not options else steps
     for step in chosen:
         check_resumed(resumed(steps[step], kind, 2, **options), whole, step)
+
+
+class Rows(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return map(row, range(N))
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_resumed_run_over_a_stream_without_a_length(cached: bool, tmp_path: Path) -> None:
+    stream: Any = Rows()
+    if cached:
+        stream = hotset.cache(stream, memory="4MiB")
+        stream.fill()
+
+    def run(*others: Callback, **options: Any) -> Outcome:
+        seed_everything(99 if options else 1)
+        recorder, model = Recorder(), model_of()
+        model.train(2, hotset.DataLoader(stream, batch_size=4), [recorder, *others], **options)
+        return outcome(model, recorder)
+
+    whole = run(ModelCheckpoint(tmp_path, save_steps=1, keep=None))
+    for step in (1, BATCHES, BATCHES + 1):
+        check_resumed(run(resume=tmp_path / f"model-{step}.pt"), whole, step)
 
 
 @pytest.mark.parametrize("kind", ["hotset", "torch"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -243,6 +244,21 @@ def test_accuracy_takes_classes_and_dense_outputs() -> None:
     for output, label in ((torch.rand(3), torch.ones(3)), (torch.rand(2, 3), torch.ones(3))):
         with pytest.raises(hotset.ArgumentError, match=r"Accuracy takes outputs of shape"):
             accuracy.update(output, label)
+
+
+@pytest.mark.parametrize("metric", [Accuracy(), Loss()])
+def test_a_mean_of_nothing_is_refused(metric: Any) -> None:
+    with pytest.raises(hotset.ArgumentError, match="was given no samples"):
+        metric.compute()
+
+
+def test_a_batch_that_does_not_show_its_samples_counts_as_one() -> None:
+    class Absolute(nn.Module):
+        def forward(self, graph: Any) -> torch.Tensor:
+            return torch.tensor(graph.energy).abs()
+
+    batches = [{"graph": SimpleNamespace(energy=energy)} for energy in (2.0, -4.0)]
+    assert Model(Absolute(), metrics={"loss": Loss()}, device="cpu").eval(batches) == {"loss": 3.0}
 
 
 @pytest.mark.chaos  # it is imported for seconds
