@@ -138,9 +138,10 @@ def _bind(options: Options) -> socket.socket:
             options.host, options.port, type=socket.SOCK_STREAM
         )
         listener = socket.socket(family, kind, protocol)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: part of the name is empty, or too long
+        why = error.strerror if isinstance(error, OSError) else error
         raise ServerError(
-            f"host must be an address of this machine, got {options.host} ({error.strerror}); choose another."
+            f"host must be an address of this machine, got {options.host} ({why}); choose another."
         ) from error
     try:
         # A port whose last server has just ended can be bound again; one that is listened on cannot.

@@ -90,6 +90,13 @@ def test_a_port_of_another_program_is_told_with_the_last_line_of_the_log(tmp_pat
     assert os.listdir(tmp_path / "runtime") == [f"server-{port}.log"]
 
 
+@pytest.mark.parametrize("host", ["no-such-name.invalid", "two..dots"])
+def test_a_host_that_is_no_address_is_refused(host: str, tmp_path: Path) -> None:
+    done = run("start", "--port", str(free_port()), "--host", host, environment=environment_in(tmp_path))
+    assert done.returncode == 2
+    assert f"host must be an address of this machine, got {host} (" in done.stderr
+
+
 @pytest.mark.parametrize("command", ["status", "stop"])
 def test_without_a_server_there_is_a_sentence(command: str, tmp_path: Path) -> None:
     done = run(command, "--port", str(free_port()), environment=environment_in(tmp_path))
