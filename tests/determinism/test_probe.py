@@ -346,6 +346,20 @@ def test_generators_of_the_users_other_modules_are_found(monkeypatch: pytest.Mon
         assert moved.endswith(" -> rng (a random.Random) moved"), moved
 
 
+def test_a_generator_of_a_function_put_into_a_librarys_class_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rng = random.Random(1)
+
+    def shaken(self: Any, value: Any) -> Any:
+        rng.random()
+        return value
+
+    monkeypatch.setattr(torch.nn.Identity, "forward", shaken)
+    step = torch.nn.Identity()
+    assert probe(step, [0], [step]).moved == ("Identity.forward.rng (a random.Random) moved",)
+
+
 def test_a_generator_made_at_the_first_read_is_watched_from_then_on() -> None:
     class Lazy:
         rng: Any = None

@@ -39,6 +39,8 @@ __all__ = [
 
 _GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 _ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
+_BINDING = frozenset({"STORE_GLOBAL", "STORE_DEREF"})
+_IMPORT = frozenset({"IMPORT_NAME"})
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 _LIBRARY = Path(sysconfig.get_path("stdlib")).resolve()
 
@@ -84,8 +86,7 @@ def cells_of(function: types.FunctionType) -> dict[str, types.CellType]:
 
 @lru_cache(maxsize=1024)
 def _bound_by(code: types.CodeType) -> frozenset[str]:
-    steps = dis.get_instructions(code)
-    return frozenset(step.argval for step in steps if step.opname in ("STORE_GLOBAL", "STORE_DEREF"))
+    return frozenset(step.argval for step in _steps(code, _BINDING) if step.opname in _BINDING)
 
 
 @lru_cache(maxsize=4096)
@@ -98,8 +99,8 @@ def imports(code: types.CodeType) -> tuple[str, ...]:
         >>> imports(f.__code__)
         ('math',)
     """
-    steps = (step for each in _nested(code) for step in dis.get_instructions(each))
-    return tuple(dict.fromkeys(str(step.argval) for step in steps if step.opname == "IMPORT_NAME"))
+    steps = (step for each in _nested(code) for step in _steps(each, _IMPORT))
+    return tuple(dict.fromkeys(str(step.argval) for step in steps if step.opname in _IMPORT))
 
 
 @lru_cache(maxsize=4096)
@@ -275,10 +276,16 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _nested(const)
 
 
+def _steps(code: types.CodeType, wanted: frozenset[str]) -> Iterable[dis.Instruction]:
+    """The instructions of code that has one of those wanted, or none: to make each takes microseconds."""
+    numbers = {dis.opmap[name] for name in wanted & dis.opmap.keys()}
+    return () if numbers.isdisjoint(code.co_code[::2]) else dis.get_instructions(code)
+
+
 def _chains(code: types.CodeType) -> Iterator[tuple[str, ...]]:
     """Each global that the code reads, with the attributes that it reads from it in turn."""
     chain: tuple[str, ...] = ()
-    for step in dis.get_instructions(code):
+    for step in _steps(code, _GLOBAL):
         if chain and step.opname in _ATTRIBUTE:
             chain += (str(step.argval),)
             continue

@@ -34,6 +34,7 @@ from hotset.determinism.objects.code_dependencies import (
     is_users,
     loaded_globals,
     names_in,
+    replaced_by_users,
 )
 from hotset.determinism.objects.safe_access import UNSET, content_of_cell, is_opaque, shown, values_of
 from hotset.store.leaves.instances import slots_of
@@ -56,8 +57,9 @@ _LOGGERS = {logging.Logger, logging.RootLogger}
 _ATOMS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, range, torch.Tensor, np.ndarray} | _LOGGERS
 )
-# Classes of these hold none of the objects that are looked for, and have thousands of attributes.
-_LIBRARIES = sys.stdlib_module_names | {"builtins", "datasets", "hotset", "numpy", "pyarrow", "torch"}
+# Classes of these hold none of the objects that are looked for, but for what users have put into them, and
+# have thousands of attributes.
+_LIBRARIES = sys.stdlib_module_names | {"PIL", "builtins", "datasets", "hotset", "numpy", "pyarrow", "torch"}
 
 
 def within_reach(holders: Sequence[object], kinds: Kinds) -> Iterator[tuple[str, object]]:
@@ -164,6 +166,7 @@ def _walk(
     seen = {} if seen is None else seen
     queue: deque[tuple[str, Any, int]] = deque([(name, holder, 0)])
     bound = len(seen) + most
+    passed_over = {id(kind) for kind in _ATOMS if not issubclass(kind, kinds)}
     while queue and len(seen) < bound:
         path, node, depth = queue.popleft()
         if id(node) in seen or is_opaque(node):
@@ -181,6 +184,8 @@ def _walk(
         yield path, node
         if depth < deepest and not found:
             for label, child in _reachable(node, kinds):
+                if id(type(child)) in passed_over or id(child) in seen:  # as most are; a path costs time
+                    continue
                 if code or not issubclass(type(child), _NAMED):
                     queue.append((path + label, child, depth + 1))
 
@@ -204,6 +209,9 @@ def _reachable(node: Any, kinds: Kinds) -> Iterator[tuple[str, Any]]:
     kind = type(node)
     if issubclass(kind, type):
         yield from _of_class(node)
+        return
+    if type(kind) is type and kind in _CONTAINERS:  # a built-in one, which has nothing else
+        yield from _of_container(node, kinds)
         return
     if str(kind.__module__).partition(".")[0] == "numba" and "__wrapped__" in (held := attributes(node)):
         # A compiled function holds the compiler, with tens of thousands of objects.
@@ -230,9 +238,9 @@ def _reachable(node: Any, kinds: Kinds) -> Iterator[tuple[str, Any]]:
 
 
 def _of_class(cls: type) -> Iterator[tuple[str, Any]]:
-    if _package(cls) not in _LIBRARIES:
-        for name, value in list(vars(cls).items()):
-            yield f".{name}", value
+    held = replaced_by_users(vars(cls)) if _package(cls) in _LIBRARIES else list(vars(cls).items())
+    for name, value in held:
+        yield f".{name}", value
 
 
 def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
