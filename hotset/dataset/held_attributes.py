@@ -8,8 +8,9 @@ and would leave an open handle behind, which a spawned worker could not get and 
 have other pictures drawn.
 
 So the attributes of the dataset, of the datasets that it wraps, and of the objects of the user's classes that
-these hold, in a ``__dict__`` or in slots, are set to what they were; lists, dicts, sets and deques among them
-get the elements that they had, and small arrays and tensors their numbers. So are those of its transforms,
+these hold (and of a library's that chain what can be called), in a ``__dict__`` or in slots, are set to what
+they were; lists, dicts, sets and deques among them get the elements that they had, and small arrays and
+tensors their numbers. So are those of its transforms,
 before the cache gets its fingerprint: a transform that counts its calls, or loads a network when it is called
 first, would have another one in the process that plans than in all others. MONAI's readers note the file that
 they read, so what transforms hold is put back whoever has written its class. An object is left alone if
@@ -429,16 +430,22 @@ def _itself(dataset: Any) -> Iterator[Any]:
 
 
 def _objects_of(owner: Any, counts: Counts, kinds: tuple[type, ...]) -> Iterator[Any]:
-    """The objects of the user's classes, and of these kinds, that an owner holds, without datasets."""
+    """The objects of the user's classes, of these kinds, and chains that an owner holds; no datasets."""
     for name, value in list((attributes_of(owner) or {}).items()):
         if is_opaque(value) or type(value) in _PLAIN_TYPES or is_a(value, Dataset) or not counts(owner, name):
             continue
         if issubclass(type(value), _ENTERED) and length(value) > Room.elements:
             continue
         for each in held_objects(value, kinds):
-            is_one = is_a(each, kinds) or is_users(each)
+            is_one = is_a(each, kinds) or is_users(each) or _is_chain(each)
             if is_one and not is_a(each, Dataset) and attributes_of(each) is not None:
                 yield each
+
+
+def _is_chain(value: Any) -> bool:
+    """Whether an object can be called, and holds a list of what can be: a library's ``Compose``."""
+    parts = [part for part in (attributes_of(value) or {}).values() if type(part) is list and part]
+    return callable(value) and any(all(map(callable, part)) for part in parts)
 
 
 def _holder(transform: Any) -> Any:

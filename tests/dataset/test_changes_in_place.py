@@ -11,9 +11,11 @@ import copy
 import ctypes
 import dataclasses
 import enum
+import importlib
 import multiprocessing as mp
 from collections.abc import Callable, Iterator
 from multiprocessing import shared_memory
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -965,3 +967,43 @@ def test_tensors_that_are_looked_at_may_still_be_resized() -> None:
         held.data.resize_(100, 4)
         held.scale.resize_(400)
     assert held.data.shape == (100, 4)
+
+
+@pytest.mark.parametrize("made_by", LOADERS)
+def test_a_transform_put_into_a_librarys_chain_is_noticed(
+    made_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As mmengine's ``Compose``, in an attribute of any name."""
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / f"chains_{made_by}.py").write_text(
+        "class Chain:\n"
+        "    def __init__(self, steps):\n"
+        "        self.steps = steps\n"
+        "    def __call__(self, value):\n"
+        "        for step in self.steps:\n"
+        "            value = step(value)\n"
+        "        return value\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
+    chain = importlib.import_module(f"chains_{made_by}").Chain
+
+    class Piped(Dataset[Any]):
+        def __init__(self) -> None:
+            self.pipeline = chain([torch.neg])
+
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return self.pipeline(torch.tensor(float(index)))  # type: ignore[no-any-return]
+
+    plain = Piped()
+    with recorded() as told, hotset.cache(Piped(), memory="1MiB") as cached:
+        loaders = [LOADERS[made_by](plain, batch_size=4), LOADERS[made_by](cached, batch_size=4)]
+        for change in (lambda steps: steps.append(torch.exp), lambda steps: steps.pop(0)):
+            for loader in loaders:
+                list(loader)
+            change(plain.pipeline.steps)
+            change(cached.pipeline.steps)
+            equal_batches(*map(list, loaders))
+    assert ["Chain.steps has changed" in str(each.message) for each in told] == [True, True]
