@@ -159,7 +159,7 @@ def first_difference(source: Source, store: Store) -> str | None:
     try:
         for sample_id in dict.fromkeys(int(cached[position]) for position in positions):
             ids = np.array([sample_id])
-            copies = store.read(ids) if store.present(ids).all() else None
+            copies = store.read(ids)
             if copies is None:
                 continue
             try:

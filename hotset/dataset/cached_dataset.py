@@ -144,6 +144,7 @@ class CachedDataset(DatasetProxy[T]):
                 )
             # Out of range: the dataset itself raises, or returns something.
             return current.source.finish(current.source.read_whole(number))
+        number += current.plan.used if number < 0 else 0
         (record,) = self._hotset_records(current, np.array([number], np.int64))
         return current.source.finish(record)
 
@@ -242,12 +243,12 @@ class CachedDataset(DatasetProxy[T]):
         length = current.plan.used
         if len(ids) and not (-length <= ids.min() and ids.max() < length):
             return [self[index] for index in ids.tolist()]
+        ids[ids < 0] += length
         return current.source.finish_batch(self._hotset_records(current, ids))
 
     @staticmethod
     def _hotset_records(current: SampleAccess, ids: Ids) -> Iterator[Any]:
-        """The samples at these indices, which are in range, as they are at the cut."""
-        ids[ids < 0] += current.plan.used
+        """The samples at these indices, from 0 on and in range, as they are at the cut."""
         if current.window is not None:
             current.window.count(len(ids))
         return current.records(current.sample_ids(ids))

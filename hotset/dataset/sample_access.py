@@ -221,9 +221,7 @@ class SampleAccess:
 
     def _copies(self, store: Store | None, ids: Ids) -> Iterator[Any] | None:
         """Copies of these samples, as hits; None if one of them is not in the store, or left it meanwhile."""
-        if store is None or not len(ids) or not store.present(ids).all():
-            return None
-        copies = store.read_in_turn(ids)
+        copies = store.read_in_turn(ids) if store is not None and len(ids) else None
         return copies if copies is not None and self.count_hits(ids) else None
 
     def _fill_or_note(self, ids: Ids, failed: dict[int, Exception]) -> dict[int, Any]:
@@ -321,7 +319,7 @@ class SampleAccess:
         """A sample that was cached or uncached a moment ago: from the cache if possible, else the source."""
         store = self.store
         ids = np.array([sample])
-        if store is not None and store.present(ids).all():
+        if store is not None:
             copies = store.read(ids)
             if copies is not None and self.count_hits(ids):
                 return copies[0]

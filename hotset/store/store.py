@@ -282,7 +282,7 @@ class Store:
         return common
 
     def read(self, ids: Ids) -> list[Any] | None:
-        """Return copies of these samples; None if one is not present.
+        """Return copies of these samples; None if one is not present, and sound.
 
         The copies lie in one recycled block, which is free again when the last of them is dropped.
         """
@@ -310,9 +310,11 @@ class Store:
             self._warn_unreadable(error)
 
     def _copied(self, ids: Ids) -> RecordBatch | None:
+        if self.verification.verified is not None and not self.present(ids).all():
+            return None
         clear_generation = self.clear_generation()
         words = self.words(ids)
-        if clear_generation is None or not (words >= PRESENT).all():
+        if clear_generation is None or int(np.minimum.reduce(words, initial=PRESENT)) < PRESENT:
             return None
         return self.copy_out(ids, words, clear_generation)
 
