@@ -33,7 +33,7 @@ from hotset.determinism.objects.object_graph import attributes
 from hotset.determinism.objects.safe_access import hides_attributes, is_opaque
 from hotset.store.leaves.instances import solid_base
 
-__all__ = ["Describer", "Handler", "by_attributes", "by_parts"]
+__all__ = ["Describer", "Handler", "by_attributes", "by_parts", "by_pickle"]
 
 Handler = Callable[["Describer", Any], None]
 
@@ -343,7 +343,7 @@ def _object(to: Describer, value: Any) -> None:
     if solid_base(type(value)) is object:
         to.state(value)
     else:
-        _by_pickle(to, value)
+        by_pickle(to, value)
 
 
 def _reduce(value: Any) -> Any:
@@ -358,8 +358,11 @@ def _reduce(value: Any) -> Any:
         return value.__reduce_ex__(5)
 
 
-def _by_pickle(to: Describer, value: Any) -> None:
-    """Describe an object that has a base written in C by what pickling it returns."""
+def by_pickle(to: Describer, value: Any, *, without: str | None = None) -> None:
+    """Describe an object by what pickling it returns, without an attribute that does not count.
+
+    One that has a base written in C, or whose attributes do not say what it is.
+    """
     try:
         reduced = _reduce(value)
     except own_errors():  # libraries raise errors of many kinds for what cannot be pickled
@@ -370,7 +373,8 @@ def _by_pickle(to: Describer, value: Any) -> None:
         return
     make, args, state, listed, pairs = (*reduced, None, None, None)[:5]
     if isinstance(state, dict):
-        state = {name: part for name, part in state.items() if not str(name).startswith("_hotset")}
+        counts = {name for name in state if name != without and not str(name).startswith("_hotset")}
+        state = {name: part for name, part in state.items() if name in counts}
     to.add(make, args, state, list(listed or ()), list(pairs or ()))
 
 

@@ -3,7 +3,8 @@
 Each handler is a function that describes one kind of object. ``HANDLERS`` maps types to handlers; a subclass
 goes to the handler of its nearest base that has one. :mod:`hotset.determinism.fingerprint.handles` and
 :mod:`hotset.determinism.fingerprint.remote_files` have the handlers for objects that stand for something
-outside the program, :mod:`hotset.determinism.fingerprint.arrow_tables` those for Arrow's tables.
+outside the program, :mod:`hotset.determinism.fingerprint.arrow_tables` and
+:mod:`hotset.determinism.fingerprint.data_frames` those for tables.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch
 from hotset.determinism.equality import integers_of
 from hotset.determinism.fingerprint.arrow_tables import OF_ARROW
 from hotset.determinism.fingerprint.content_hash import digest_of_bytes, file_behind
+from hotset.determinism.fingerprint.data_frames import OF_DATA_FRAMES
 from hotset.determinism.fingerprint.describe import Describer, Handler, by_attributes, by_parts
 from hotset.determinism.fingerprint.handles import OF_HANDLES, by_type, with_own_state
 from hotset.determinism.fingerprint.remote_files import OF_REMOTE_FILES
@@ -46,6 +48,10 @@ _NOT_BODY = frozenset(
         *("__annotations__", "__annotate__", "__annotate_func__", "__annotations_cache__"),
         *("__parameters__", "__orig_bases__", "__type_params__", "__static_attributes__", "__match_args__"),
         *("__abstractmethods__", "_abc_impl", "__slotnames__"),
+        # What pydantic makes of fields and validators names the class by its address, or depends on use.
+        *("__pydantic_core_schema__", "__pydantic_serializer__", "__pydantic_validator__"),
+        *("__pydantic_setattr_handlers__", "__pydantic_parent_namespace__"),
+        *("__pydantic_complete__", "__pydantic_fields_complete__"),
     )
 )
 _CONSTANTS = frozenset({bool, int, float, complex, str, bytes})
@@ -287,6 +293,7 @@ def _content(to: Describer, array: Array) -> None:
 HANDLERS: dict[type | str, Handler] = {
     **OF_HANDLES,
     **OF_ARROW,
+    **OF_DATA_FRAMES,
     **OF_REMOTE_FILES,
     **dict.fromkeys(_NO_IDENTITY, with_own_state(by_type)),
     **dict.fromkeys((torch.dtype, torch.layout, torch.memory_format, torch.qscheme, np.dtype), _by_text),
@@ -313,6 +320,7 @@ HANDLERS: dict[type | str, Handler] = {
     torch.Tensor: _tensor,
     **dict.fromkeys((torch.UntypedStorage, torch.TypedStorage), _storage),
     **dict.fromkeys((torch.jit.ScriptModule, torch.jit.ScriptFunction), _script),
+    "pydantic._internal._decorators.Decorator": by_attributes(b"y", "cls_var_name", "func", "shim", "info"),
     "PIL.Image.Image": by_parts(b"I", _parts_of_image),
     # By its source, as both give the same samples.
     "hotset.dataset.cached_dataset.CachedDataset": by_parts(
