@@ -14,7 +14,8 @@ tensors their numbers. So are those of its transforms,
 before the cache gets its fingerprint: a transform that counts its calls, or loads a network when it is called
 first, would have another one in the process that plans than in all others. MONAI's readers note the file that
 they read, so what transforms hold is put back whoever has written its class. An object is left alone if
-a container in it cannot be put back and has changed meanwhile, as its attributes may describe the container.
+a container in it cannot be put back and has changed meanwhile, as its attributes may describe the container,
+or if it has a thread of its own that runs (MONAI's ``SmartCacheDataset``).
 
 The audit reads a sample in the main process now and then, too, and puts back the attributes of the objects
 that are near (:meth:`HeldAttributes.near`). All would take longer than reading.
@@ -37,6 +38,7 @@ import argparse
 import contextlib
 import functools
 import operator
+import threading
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -330,6 +332,8 @@ class HeldAttributes:
             now = attributes_of(owner)
             if now is None or _lengths(held) != lengths or any(each.is_lost() for each in seen.values()):
                 continue
+            if any(issubclass(type(value), threading.Thread) and value.is_alive() for value in held.values()):
+                continue  # that thread may have set them, and wait for what it has set
             for name in [name for name in now if name not in held and self._counts(owner, name)]:
                 set_attribute(owner, name)
             for name, value in held.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import os
 import pickle
@@ -776,6 +777,70 @@ def test_a_stream_is_not_recorded_anew_after_what_no_sample_depends_on_was_set()
                 if not isinstance(stream, Logged):
                     stream.mark = epoch
             assert loader.last_epoch.hit_rate == 1
+
+
+class Signed(Numbers):
+    """Its two lists belong together."""
+
+    def __init__(self) -> None:
+        super().__init__(N)
+        self.numbers, self.signs = list(range(N)), [1] * N
+        self.transform: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        for place, number in enumerate(self.numbers):
+            value = torch.tensor(number * self.signs[place])
+            yield value if self.transform is None else self.transform(value)
+
+
+def test_attributes_of_a_stream_that_belong_together_may_be_set_one_after_the_other() -> None:
+    def change(stream: Any) -> Iterator[None]:
+        stream.signs = []
+        stream.numbers = [3, 1, 2]
+        stream.signs = [1, -1, 1]
+        yield
+        stream.transform = Draws()
+        yield
+        del stream.transform
+        stream.transform = torch.neg
+        yield
+
+    plain = Signed()
+    with recorded() as told, hotset.cache(Signed(), memory="1MiB") as cached:
+        loaders = [hotset.DataLoader(stream, batch_size=2) for stream in (plain, cached)]
+        for _ in zip(change(plain), change(cached), strict=True):
+            for _ in range(2):
+                seed_everything()
+                expected = list(loaders[0])
+                seed_everything()
+                equal_batches(list(loaders[1]), expected)
+        assert cached.recorded
+    words = [str(each.message) for each in told if "samples come from the stream" in str(each.message)]
+    assert [word.partition(" was set")[0] for word in words] == [
+        *("Signed.signs", "Signed.transform", "Signed.transform"),
+    ]
+
+
+class Draws:
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        return value + torch.rand(())
+
+
+def test_what_is_set_on_a_copy_of_a_stream_is_not_set_on_the_original() -> None:
+    own = Marked(N)
+    with recorded(), hotset.cache(own, memory="10MiB") as cached:
+        other = copy.copy(cached)
+        other.mark = 1000
+        for stream, mark in ((cached, 0), (other, 1000)):
+            assert values(hotset.DataLoader(stream, batch_size=8)) == [mark + number for number in range(N)]
+        assert own.mark == 0
+        other.close()
+
+
+def test_cached_streams_are_chained_before_they_are_cached() -> None:
+    cached: Any = hotset.cache(Numbers(N), memory="10MiB")
+    with pytest.raises(TypeError, match=r"hotset\.cache\(first \+ second\)"):
+        cached + Numbers(N)
 
 
 def test_a_closed_stream_comes_as_it_is() -> None:

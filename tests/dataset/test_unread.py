@@ -481,3 +481,35 @@ def test_what_a_dataset_keeps_in_a_dict_and_beside_it_stays_together(workers: in
         assert (dataset.files, dataset.members) == ({}, None)
         equal_batches(epochs(cached), expected)
         assert cached.stats().cached == N
+
+
+def test_what_a_thread_of_the_dataset_sets_while_it_is_read_is_left_alone() -> None:
+    """As MONAI's SmartCacheDataset has one, and waits for the flag that it sets."""
+
+    class Replaced(Dataset[int]):
+        def __init__(self) -> None:
+            self.is_done = False
+            self.was_read, self.was_set = threading.Event(), threading.Event()
+            self.thread = threading.Thread(target=self.replace, daemon=True)
+            self.ends = threading.Event()
+            self.thread.start()
+
+        def replace(self) -> None:
+            self.was_read.wait()
+            self.is_done = True
+            self.was_set.set()
+            self.ends.wait()
+
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            self.was_read.set()
+            self.was_set.wait()
+            return index
+
+    dataset = Replaced()
+    with hotset.cache(dataset, memory="1MiB") as cached:
+        assert dataset.is_done
+        assert next(iter(hotset.DataLoader(cached, batch_size=4))).tolist() == [0, 1, 2, 3]
+    dataset.ends.set()

@@ -14,6 +14,7 @@ decides.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -106,9 +107,14 @@ class CachedStream(DatasetProxy[T]):
             self._hotset_attribute_was_set(change.name)
 
     def _hotset_attribute_was_set(self, name: str) -> None:
-        if get_worker_info() is None:
-            self._hotset_passes.cached.close()
+        if get_worker_info() is not None:
+            return
+        self._hotset_passes.cached.close()
+        try:
             CachedStream.__init__(self, self.dataset, self._hotset_arguments, self._hotset_make)
+        except Exception as error:  # another attribute may be set that belongs to this one
+            what = f"{self._hotset_passes.name}.{name}"
+            self._hotset_passes.warn(f"{what} was set, and samples come from the stream: {error}", str(error))
 
     # ---- samples -------------------------------------------------------------------------------------
 
@@ -123,6 +129,15 @@ class CachedStream(DatasetProxy[T]):
 
     def __bool__(self) -> bool:
         return True  # without this, Python would ask for the length, which a stream may not have
+
+    def __add__(self, other: Any) -> Any:
+        raise TypeError(
+            "a cached stream must not be chained; chain the streams themselves: hotset.cache(first + second)."
+        )
+
+    def __copy__(self) -> CachedStream[T]:
+        """A cached stream over a copy of the stream: what is set on one is not set on the other."""
+        return type(self)(copy.copy(self.dataset), self._hotset_arguments, self._hotset_make)
 
     def __len__(self) -> int:
         # Before it is recorded as the stream says, which torch's loader believes, too.
