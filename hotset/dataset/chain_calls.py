@@ -13,6 +13,7 @@ content then, or ``(original, result)`` and ``(result, original)`` would look al
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -48,7 +49,9 @@ class Result:
         """Whether it has the content that it had."""
         if self._before is None:
             return differs(self._copy, self.value) is None
-        return differs(self._before, self._look(self.value)) is None
+        now = self._look(self.value)
+        same = now is not None and len(now) == len(self._before) and all(map(operator.is_, self._before, now))
+        return same or differs(self._before, now) is None
 
 
 # The results of all calls of each chain, in order.
@@ -73,7 +76,7 @@ def _is_picture(value: Any) -> bool:
 
 def _picture(image: Any) -> tuple[Any, ...]:
     """All that changes with a marked picture's content."""
-    return image.im, bool(image.readonly), image.mode, image.getpalette(), dict(image.info)
+    return image.im, bool(image.readonly), image.mode, image.getpalette(), *image.info, *image.info.values()
 
 
 def _bytes(value: Any) -> tuple[Any, ...] | None:
