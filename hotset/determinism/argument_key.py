@@ -165,7 +165,7 @@ def _array(to: _Description, array: np.ndarray[Any, Any], depth: int) -> None:
 
 
 def _tensor(to: _Description, value: torch.Tensor, depth: int) -> None:
-    if value.device.type != "cpu" or value.layout != torch.strided or value.is_quantized:
+    if value.device.type != "cpu" or value.layout != torch.strided or value.is_quantized or value.is_nested:
         raise NoIdentity(f"a tensor on {value.device}, or of a layout that is not dense")
     if value.nbytes > _LARGEST_ARRAY:
         raise NoIdentity(f"a tensor of {value.nbytes:,} bytes (up to {_LARGEST_ARRAY:,} have one)")
@@ -180,14 +180,16 @@ def _other(to: _Description, value: Any, depth: int) -> None:
     if isinstance(value, PurePath):
         to.put_name(b"p", kind)
         _text(to, str(value), depth)
-    elif isinstance(value, np.generic) and not isinstance(value, np.object_):
+    elif isinstance(value, np.generic) and not value.dtype.hasobject:
         to.put(b"n" + value.dtype.str.encode(), value.tobytes())
     elif isinstance(value, enum.Enum):
         to.put_name(b"e", kind)
-        to.put(b"", value.name.encode())
+        # Combined flags, and none of them, may be without a name.
+        to.put(b"", str(value._value_ if isinstance(value, enum.Flag) else value._name_).encode())
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         to.put_name(b"@", kind)
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        names = [field.name for field in dataclasses.fields(value)]
+        fields = {name: getattr(value, name) for name in names if hasattr(value, name)}
         _mapping(to, fields | getattr(value, "__dict__", {}), depth)
     elif isinstance(value, tuple) and hasattr(kind, "_fields"):
         to.put_name(b"=", kind)

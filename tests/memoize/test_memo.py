@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import enum
 import functools
 import gc
 import io
@@ -17,9 +18,10 @@ import resource
 import secrets
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -273,7 +275,75 @@ def test_wrong_arguments_raise_what_the_function_raises(log: ReadLog) -> None:
         decode(1, size=3)
 
 
-@pytest.mark.parametrize("argument", [object(), io.BytesIO(b"x"), lambda: 1, np.zeros(100_000)])
+class Side(enum.Flag):
+    LEFT = 1
+    RIGHT = 2
+
+
+class Bits(enum.IntFlag):
+    LOW = 1
+
+
+class Named(NamedTuple):
+    number: int
+
+
+@dataclasses.dataclass
+class HalfSet:
+    one: int
+    other: int = dataclasses.field(init=False)
+
+
+def half_set(**values: int) -> HalfSet:
+    made = HalfSet(1)
+    vars(made).update(values)
+    return made
+
+
+ALIKE = [
+    *(Side.LEFT, Side.RIGHT, Side.LEFT | Side.RIGHT, Side(0), Bits(0), Bits(8), Bits.LOW | Bits(8)),
+    *(8, 0, 0.0, Named(1), (1,), [1], half_set(), half_set(other=1), half_set(other=2)),
+    *("x" * 5000, b"x" * 5000, "x" * 5001, torch.tensor([1j]), torch.tensor([1j]).conj()),
+]
+
+
+def test_arguments_that_differ_have_results_of_their_own() -> None:
+    calls = []
+
+    def number_of(value: Any) -> int:
+        calls.append(value)
+        return len(calls)
+
+    with memo(number_of, key="number_of") as kept:
+        numbers = list(range(1, len(ALIKE) + 1))
+        assert [kept(value) for value in ALIKE] == numbers
+        assert [kept(value) for value in copy.deepcopy(ALIKE)] == numbers
+
+
+def nested_tensor() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it is a prototype
+        return torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+
+
+def nest(depth: int) -> list[Any]:
+    return [nest(depth - 1)] if depth else []
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        object(),
+        io.BytesIO(b"x"),
+        lambda: 1,
+        np.zeros(100_000),
+        nest(30),
+        torch.eye(2).to_sparse(),
+        nested_tensor(),
+        np.array([(1, ["x"])], dtype=[("number", int), ("list", object)])[0],
+    ],
+    ids=str,
+)
 def test_an_argument_without_an_identity_is_computed_each_time_and_said_once(argument: Any) -> None:
     calls = []
 
