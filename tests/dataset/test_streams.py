@@ -243,6 +243,13 @@ class TestFirstPass:
             assert stream.check() == []
             assert stream.stats().cached == N
 
+    def test_closed_it_comes_as_it_is_and_counts_no_samples(self) -> None:
+        stream = hotset.cache(Numbers(N), memory="10MiB")
+        stream.fill()
+        stream.close()
+        assert [number for _, number in stream] == list(range(N))
+        assert (stream.stats().cached, stream.stats().uncached) == (0, 0)
+
     @pytest.mark.parametrize("size", [None, 7])
     def test_with_any_batch_size(self, size: int | None) -> None:
         expected = list(DataLoader(Numbers(N), batch_size=size))

@@ -212,7 +212,7 @@ class CachedStream(DatasetProxy[T]):
         """
         parts = self._hotset_passes.parts()
         if parts is None:
-            return self._hotset_passes.cached.stats()
+            return replace(self._hotset_passes.cached.stats(), uncached=0)  # how many it gave is not known
         return stats_of(parts.store, int(parts.given.sum()), None, {})
 
     def check(self) -> list[str]:
