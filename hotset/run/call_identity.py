@@ -144,7 +144,9 @@ def plain(value: Any, what: str) -> Any:
     if kind.__module__ == "numpy" and isinstance(value, numbers.Integral):
         return (kind.__name__, int(value))
     if isinstance(value, enum.Enum):
-        return (f"{kind.__module__}.{kind.__qualname__}", value.name)
+        # Combined flags, and none of them, may be without a name.
+        which = value._value_ if isinstance(value, enum.Flag) else value._name_
+        return (f"{kind.__module__}.{kind.__qualname__}", which)
     if isinstance(value, type):
         return ("type", f"{value.__module__}.{value.__qualname__}")
     if (kind.__module__.split(".")[0], kind.__name__.lower().endswith("dtype")) in _DTYPES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from decoding import COMMAND, PRELUDE, Ran, calls, run
 
-from hotset.run.call_identity import _MOMENT_SECONDS, LeftAlone, check_age
+from hotset.run.call_identity import _MOMENT_SECONDS, LeftAlone, check_age, plain
 
 pytestmark = pytest.mark.usefixtures("forking")
 
@@ -468,6 +469,14 @@ def test_a_file_is_young_by_its_change_too(tmp_path: Path) -> None:
         check_age(os.stat(file))
     time.sleep(2 * _MOMENT_SECONDS)
     check_age(os.stat(file))
+
+
+def test_flags_without_a_name_are_told_apart() -> None:
+    class Bits(enum.IntFlag):
+        LOW = 1
+
+    values = [Bits(0), Bits(8), Bits.LOW, Bits.LOW | Bits(8), 0, 8]
+    assert len({plain(value, "flags") for value in values}) == len(values)
 
 
 def test_a_traceback_has_one_line_of_ours_at_most(files: Path) -> None:
