@@ -346,9 +346,11 @@ def _require_same_data(saved: dict[str, Any], now: dict[str, Any]) -> None:
 
 def _require_same_order(saved: BatchCut, now: BatchCut, under_way: bool) -> None:
     if (saved.sampler, saved.batch_sampler) != (now.sampler, now.batch_sampler):
+        none = {"NoneType": "batch_size=None"}
+        theirs, ours = (none.get(cut.batch_sampler, cut.batch_sampler) for cut in (saved, now))
         raise StateError(
-            f"the state is from a loader with {saved.batch_sampler} over {saved.sampler}, and this one has "
-            f"{now.batch_sampler} over {now.sampler}, which gives another order; use the same samplers."
+            f"the state is from a loader with {theirs} over {saved.sampler}, and this one has {ours} over "
+            f"{now.sampler}, which gives another order; use the same samplers."
         )
     if under_way and saved.ranks != now.ranks and now.sampler == "StreamSampler":
         raise StateError(

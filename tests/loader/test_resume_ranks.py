@@ -56,6 +56,31 @@ def live() -> Iterator[Any]:
         yield made
 
 
+def refusal(saved: hotset.DataLoader[Any], now: hotset.DataLoader[Any]) -> str:
+    """Why a pass that one loader has begun cannot be resumed by the other."""
+    next(iter(saved))
+    with pytest.raises(StateError) as told:
+        now.load_state_dict(saved.state_dict())
+    assert is_a_sentence(str(told.value))
+    return str(told.value)
+
+
+def test_a_pass_of_samples_is_not_resumed_in_batches(cached: Any) -> None:
+    def loader(size: int | None) -> hotset.DataLoader[Any]:
+        return hotset.DataLoader(cached, batch_size=size)
+
+    alone, both = "batch_size=None over SequentialSampler", "BatchSampler over SequentialSampler"
+    assert f"with {both}, and this one has {alone}" in refusal(loader(4), loader(None))
+    assert f"with {alone}, and this one has {both}" in refusal(loader(None), loader(4))
+
+
+def test_a_pass_of_samples_is_not_divided_anew_among_ranks(cached: Any) -> None:
+    def loader(ranks: int) -> hotset.DataLoader[Any]:
+        return hotset.DataLoader(cached, batch_size=None, sampler=DistributedSampler(cached, ranks, 0))
+
+    assert "from 2 ranks, and there are 3 now" in refusal(loader(2), loader(3))
+
+
 def flat(batches: Any) -> list[int]:
     return [int(value) for batch in batches for value in batch]
 
