@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hotset.errors import ArgumentError
+
 __all__ = ["Ragged"]
 
 _ALIGN = 16
@@ -101,8 +103,17 @@ class Ragged(Sequence[torch.Tensor]):
         return torch.cat(list(self)), offsets
 
     def to(self, *args: Any, **kwargs: Any) -> Ragged:
-        """The batch with its buffer on another device (one copy for all tensors)."""
-        return Ragged(self.buffer.to(*args, **kwargs), self.starts, self.shapes, self.dtype)
+        """The batch with its buffer on another device (one copy for all tensors).
+
+        Raises:
+            ArgumentError: another dtype was asked for.
+        """
+        buffer = self.buffer.to(*args, **kwargs)
+        if buffer.dtype != torch.uint8:  # the bytes of the tensors were taken for numbers
+            raise ArgumentError(
+                f"Ragged.to takes a device and no dtype, got {buffer.dtype}; convert its tensors one by one."
+            )
+        return Ragged(buffer, self.starts, self.shapes, self.dtype)
 
     def pin_memory(self) -> Ragged:
         """The batch in page-locked memory; DataLoader calls this with ``pin_memory=True``."""

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import equal_batches, failure
+from helpers import difference, equal_batches, failure
 from live import draw_all
 from samples import image_and_label, jpeg_like, mapping, ragged, ragged_pair, ragged_two_ways
 from sources import Counting, ListedBatches, ReadLog, Samples
 from torch.utils.data import DataLoader, default_collate
 
 import hotset
+from hotset.collate import Ragged
 
 N = 26
 BATCH = 5
@@ -175,3 +176,19 @@ def test_padding_tensors_of_different_dimensions_is_refused_with_a_sentence() ->
     found = failure(lambda: hotset.collate.pad(0)([torch.ones(2), torch.ones(2, 2)]))
     assert issubclass(found.kind, (ValueError, RuntimeError, TypeError))
     assert "dimension" in found.text
+
+
+def test_a_ragged_batch_is_a_sequence_that_moves_as_a_whole() -> None:
+    tensors = [torch.ones(2, 3), torch.zeros(0, 3), torch.full((1, 3), 7.0)]
+    batch = Ragged.of(tensors)
+    assert difference(batch[1:], tensors[1:]) is None
+    assert difference(list(batch.to("cpu", non_blocking=True)), tensors) is None
+    assert "3 tensors of torch.float32" in repr(batch)
+    with pytest.raises(TypeError, match="one dtype and one number of dimensions"):
+        Ragged.of([torch.ones(2), torch.ones(2, 1)])
+
+
+@pytest.mark.parametrize("to", [torch.float64, torch.ones(1)])
+def test_a_ragged_batch_does_not_take_its_bytes_for_numbers(to: Any) -> None:
+    with pytest.raises(hotset.ArgumentError, match="takes a device and no dtype"):
+        Ragged.of([torch.ones(2)]).to(to)
