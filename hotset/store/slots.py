@@ -260,7 +260,3 @@ class Slots:
         if self.store.schema.has_tail:
             self._scratch[: self.store.schema.stride] = 0
         return self._scratch.data
-
-    def close(self) -> None:
-        """Detach. What was read stays valid: it is not part of the segment."""
-        self.store.close()
