@@ -603,3 +603,13 @@ def test_states_that_are_none() -> None:
             with pytest.raises(StateError, match="state must be what Sink"):
                 sink.load_state_dict(state)  # type: ignore[arg-type]
         assert (sink(), sink.steps) == (1, 1)
+
+
+def test_a_sink_says_how_many_steps_a_pass_has() -> None:
+    class Unsized:
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter([torch.ones(2)] * 3)
+
+    for loader, steps in (([torch.ones(2)] * 3, 3), (Unsized(), None)):
+        with hotset.data_sink(torch.sum, loader, sink_size=1, device="cpu") as sink:
+            assert sink.batches == steps

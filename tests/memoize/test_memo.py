@@ -1119,6 +1119,27 @@ def test_what_was_being_computed_as_an_audit_found_a_difference_is_not_served() 
         assert kept.stats().entries == 0
 
 
+def test_what_a_function_raises_in_an_audit_is_not_the_callers() -> None:
+    fails = [False]
+
+    def read(number: int) -> int:
+        if fails[0]:
+            raise OSError("the file server does not answer")
+        return number
+
+    with memo(read, key="read") as kept:
+        kept(1)
+        fails[0] = True
+        assert eventually(lambda: kept(1) == 1 and kept.stats().audited >= 3)
+
+
+def test_an_identity_of_the_users_must_be_one() -> None:
+    with memo(len, key="len") as kept:
+        with pytest.raises(hotset.ArgumentError, match=r"identity= must consist of .*, got an object"):
+            kept.get((object(),), lambda: 1)
+        assert kept.get(("a", 1), lambda: 1) == 1
+
+
 def test_an_audit_moves_no_generator() -> None:
     with memo(lambda number: number + 0 * len(str(torch.get_rng_state())), key="steady") as kept:
         kept(1)
