@@ -342,7 +342,7 @@ def nest(depth: int) -> list[Any]:
         nested_tensor(),
         np.array([(1, ["x"])], dtype=[("number", int), ("list", object)])[0],
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_an_argument_without_an_identity_is_computed_each_time_and_said_once(argument: Any) -> None:
     calls = []
