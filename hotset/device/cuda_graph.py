@@ -70,7 +70,7 @@ class CudaGraphs:
         self._device = device
         self._api = api
         self._core = core
-        self._stream = _side_stream(device, api)
+        self._stream = side_stream(device, api)
 
     @contextlib.contextmanager
     def side(self) -> Iterator[None]:
@@ -223,7 +223,7 @@ class CudaGraphs:
 
 
 @functools.cache
-def _side_stream(device: torch.device, api: Any) -> Any:
+def side_stream(device: torch.device, api: Any) -> Any:
     """The stream of a device's eager steps and captures: memory that one of them frees another can have."""
     return api.Stream(device)
 
