@@ -644,6 +644,41 @@ class Counted(Numbers):
         return self.count
 
 
+class Begun(IterableDataset[Any]):
+    """Is its own iterator, in another order from one epoch to the next, and begins anew by a ``reset``."""
+
+    def __init__(self) -> None:
+        self.epoch, self.left = 0, []
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        self.left = list(share(60))
+        random.Random(self.epoch).shuffle(self.left)
+        return self
+
+    def __next__(self) -> Any:
+        if not self.left:
+            raise StopIteration
+        number = self.left.pop()
+        return torch.full((4,), float(number)), number
+
+    def reset(self) -> None:
+        self.epoch = 0
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_worker_reads_a_stream_that_is_its_own_iterator(workers: int) -> None:
+    """As litdata's StreamingDataset is, and a node of torchdata, which is no dataset."""
+    stream = Begun()
+    expected = values(DataLoader(Begun(), batch_size=5, num_workers=workers))
+    train = hotset.cache(stream, memory="16MiB")
+    loader = hotset.DataLoader(train, batch_size=5, num_workers=workers)
+    with pytest.warns(hotset.HotsetWarning, match="may give its samples in another order in each epoch"):
+        epochs = [values(loader) for _ in range(3)]
+    assert epochs[0] == expected
+    assert [sorted(epoch) for epoch in epochs] == [list(range(60))] * 3
+
+
 def test_a_stream_that_says_its_length_has_it_from_the_beginning() -> None:
     with hotset.cache(Counted(N), memory="10MiB") as stream:
         loader = hotset.DataLoader(stream, batch_size=8)

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.data import IterableDataset
 
 from hotset._interrupts import own_errors
 from hotset.determinism.draws import entropy
@@ -50,6 +51,7 @@ __all__ = [
     "has_shuffle",
     "held_by_run",
     "is_hugging_face",
+    "is_node",
     "may_reorder",
     "probe_stream",
     "run",
@@ -121,9 +123,19 @@ class _Run(NamedTuple):
 
 def run(stream: Any) -> Iterator[Any]:
     """Begin the stream once more, as torch's loader would; a node of torchdata from its beginning."""
-    if hasattr(stream, "reset") and isinstance(stream, Iterator):
-        stream.reset()  # type: ignore[attr-defined]
+    if is_node(stream):
+        stream.reset()
     return iter(stream)
+
+
+def is_node(stream: Any) -> bool:
+    """Whether a stream is an iterator that ``reset()`` begins anew, as the nodes of torchdata are.
+
+    An ``IterableDataset`` with such a method is none: torch's loader begins it by ``iter`` alone.
+    """
+    return (
+        isinstance(stream, Iterator) and hasattr(stream, "reset") and not isinstance(stream, IterableDataset)
+    )
 
 
 def probe_stream(stream: Any, name: str, declaration: str | None) -> StreamProbe:

@@ -19,7 +19,7 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hotset.dataset.cached_dataset import CachedDataset, current_of
-from hotset.dataset.streams.probe import held_by_run, run
+from hotset.dataset.streams.probe import held_by_run, is_node, run
 from hotset.determinism.draws import entropy
 from hotset.determinism.draws.rng import Generators
 from hotset.determinism.equality import differs
@@ -146,7 +146,7 @@ def _only_once(stream: Any, worker: int) -> Iterator[Any]:
 
     Such a node does not divide itself among workers.
     """
-    if worker and hasattr(stream, "reset") and isinstance(stream, Iterator):
+    if worker and is_node(stream):
         return iter(())
     return run(stream)
 

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, IterableDataset, IterDataPipe
 from torch.utils.data._utils import worker as torch_worker
 
 from hotset._warnings import Warner
-from hotset.dataset.streams.probe import PLANNED, StreamProbe, probe_stream, run, without_order
+from hotset.dataset.streams.probe import PLANNED, StreamProbe, is_node, probe_stream, run, without_order
 from hotset.determinism.declare import declared
 from hotset.errors import ArgumentError, NotCacheable
 
@@ -63,11 +63,7 @@ class StreamSource(Dataset[Any]):
                 f"{_name(stream)} is a data pipe, which torch's loader itself divides and shuffles, so "
                 "hotset cannot run it as torch would; write it as a torch.utils.data.IterableDataset."
             )
-        if (
-            isinstance(stream, Iterator)
-            and not isinstance(stream, IterableDataset)
-            and not hasattr(stream, "reset")
-        ):
+        if isinstance(stream, Iterator) and not isinstance(stream, IterableDataset) and not is_node(stream):
             raise ArgumentError(
                 f"dataset must be an iterable that can be run again, got {_name(stream)}, which ends for "
                 "good; wrap it in a torch.utils.data.IterableDataset whose __iter__ begins it anew."
