@@ -8,6 +8,8 @@ the cache is made, and compared as a pass begins:
 an attribute of the dataset, or of   compared if code that reads samples names it
 one that it wraps                    (:mod:`hotset.determinism.objects.reading_names`)
 what such an attribute holds         compared, at any depth (:class:`HeldAttributes`), within :class:`Room`
+one of them that seems to keep what  counts if one of a few cached samples, read again, is another now
+follows from others
 the parameters of cached transforms  compared
 of live transforms                   not: they run for each use
 torch's default dtype and device     compared: tensors are made with them
@@ -116,10 +118,13 @@ class ContentWatch:
         self._read_before = self._access.read_here
         self._is_held = False
         self._defaults = _torch_defaults()
+        self._look_inside()
+        self._look_around()
+
+    def _look_inside(self) -> None:
         self._held = self._comparing.run(
             lambda: HeldAttributes(self._dataset, self._cached, Room(outermost=False), self._counts)
         )
-        self._look_around()
 
     def _look_around(self) -> None:
         self._around = self._comparing.run(  # what its code uses besides
@@ -134,7 +139,7 @@ class ContentWatch:
         """Compare with what is held now, if reading samples in this process may have changed it."""
         has_read = self._access.read_here > self._read_before and not self._is_held
         # The user's code has run between batches, too.
-        if has_read and not (self.change() is not None and self._samples_differ()):
+        if has_read and not (self.change(computed=False) is not None and self._samples_differ()):
             self.look()
 
     def _samples_differ(self) -> bool:
@@ -142,21 +147,25 @@ class ContentWatch:
         store = self._access.store
         return store is not None and first_difference(self._access.source, store) is not None
 
-    def change(self, *, shared: bool = False) -> Difference | None:
+    def change(self, *, shared: bool = False, computed: bool = True) -> Difference | None:
         """An attribute that is another now; None if there is none.
 
         Args:
             shared: only one whose change running workers see.
+            computed: also one that seems to keep what follows from others, which reading sets as well.
         """
         for name, now in _torch_defaults().items() if not shared else ():
             if now != self._defaults[name]:
                 return Difference("torch", name, is_shared=False)
-        return self._comparing.run(lambda: self._change_here(shared=shared))
+        return self._comparing.run(lambda: self._change_here(shared, computed))
 
-    def _change_here(self, *, shared: bool) -> Difference | None:
-        found = self._held.changed(shared=shared) if self._held is not None else None
-        if found is not None or shared:
+    def _change_here(self, shared: bool, computed: bool) -> Difference | None:
+        held = self._held
+        found = held.changed(shared=shared, computed=computed) if held is not None else None
+        if shared or (found is not None and (not found.is_computed or self._samples_differ())):
             return found
+        if found is not None:
+            self._look_inside()
         found = self._around.changed() if self._around is not None else None
         # A global, or an attribute of a class, counts if it changes samples.
         if found is not None and not self._samples_differ():

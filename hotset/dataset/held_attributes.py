@@ -342,14 +342,20 @@ class HeldAttributes:
             for each in seen.values():
                 each.put_back()
 
-    def changed(self, *, shared: bool = False) -> Difference | None:
+    def changed(self, *, shared: bool = False, computed: bool = False) -> Difference | None:
         """An attribute that is another now; None if all are what they were.
 
         Args:
             shared: only one whose change running workers see.
+            computed: also one that seems to keep what follows from others, if there is no other one.
         """
-        found = (each for each in self._differing() if not each.is_computed)
-        return next((each for each in found if each.is_shared or not shared), None)
+        kept = None
+        for each in self._differing():
+            if each.is_computed:
+                kept = kept or each
+            elif each.is_shared or not shared:
+                return each
+        return kept if computed and not shared else None
 
     def moved(self) -> list[str]:
         """All attributes that are others now, each as ``class.name``."""

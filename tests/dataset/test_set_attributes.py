@@ -238,6 +238,42 @@ def test_a_method_that_sets_an_attribute_takes_effect_as_on_the_dataset(
     assert all(names.get(method, "-") in str(each.message) for each in told)
 
 
+class Overwritten(Pictures):
+    """As pytorch-forecasting's TimeSeriesDataSet, which may be told of values to give in place of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(Times(2))
+        self._values: dict[str, int] | None = None
+
+    def __getitem__(self, index: int) -> Any:
+        picture, label = super().__getitem__(index)
+        return picture, label if self._values is None else self._values["label"]
+
+    def overwrite(self, label: int) -> None:
+        self._values = {"label": label}
+
+
+@pytest.mark.parametrize(
+    "of", [lambda cached: cached, lambda cached: cached.dataset], ids=["cached", "dataset"]
+)
+@pytest.mark.parametrize("made_by", LOADERS)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_private_attribute_that_was_none_counts_if_samples_are_others_now(
+    on_cached: bool, made_by: str, workers: int
+) -> None:
+    plain = Overwritten()
+    with hotset.cache(Overwritten(), memory="1MiB") as cached:
+        loaders = [LOADERS[made_by](plain), LOADERS[made_by](cached, num_workers=workers)]
+        expected, found = map(two_epochs, loaders)
+        same(found, expected)
+        for dataset in (plain, cached if on_cached else cached.dataset):
+            dataset.overwrite(7)
+        with pytest.warns(hotset.HotsetWarning, match="_values has changed, .* are cached anew"):
+            expected, found = map(two_epochs, loaders)
+        same(found, expected)
+        assert cached.stats().cached == N, "it is cached anew"
+
+
 class Curriculum(WithMethods):
     def set_epoch(self, epoch: int) -> None:
         self.numbers = list(range(epoch, N))
