@@ -253,9 +253,7 @@ class Overwritten(Pictures):
         self._values = {"label": label}
 
 
-@pytest.mark.parametrize(
-    "of", [lambda cached: cached, lambda cached: cached.dataset], ids=["cached", "dataset"]
-)
+@pytest.mark.parametrize("on_cached", [True, False])
 @pytest.mark.parametrize("made_by", LOADERS)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_private_attribute_that_was_none_counts_if_samples_are_others_now(
