@@ -573,6 +573,10 @@ def _require_map_style(dataset: Any) -> None:
             f"hotset.cache needs a dataset with dataset[i] and len(dataset), got an object of type {kind}."
         )
     if not hasattr(dataset, "__len__"):
-        raise ArgumentError(f"hotset.cache needs a dataset with a length, and {kind} has no __len__.")
+        raise ArgumentError(
+            f"hotset.cache needs a dataset with a length, and {kind} has no __len__; give it one if its "
+            "samples have numbers. A dataset that takes other indices (lists of cuts, names) cannot be "
+            "cached: memoise what reads a sample, with hotset.memo."
+        )
     if len(dataset) == 0:
         raise ArgumentError(f"hotset.cache needs at least one sample, and the dataset ({kind}) is empty.")

@@ -474,6 +474,20 @@ def test_what_is_no_dataset_is_a_sentence(dataset: Any) -> None:
     assert is_a_sentence(found.text)
 
 
+class ByCuts(Dataset[Any]):
+    """Takes lists of cuts as indices, as lhotse's datasets do."""
+
+    def __getitem__(self, cuts: list[str]) -> Any:
+        return torch.zeros(len(cuts))
+
+
+def test_a_dataset_without_a_length_is_refused_with_what_to_do() -> None:
+    found = failure(lambda: hotset.cache(ByCuts()))
+    assert found.kind is hotset.ArgumentError
+    assert "hotset.memo" in found.text
+    assert is_a_sentence(found.text)
+
+
 class Large(Dataset[Any]):
     """Pictures of many sizes, a megabyte a few of them, with texts, and one in a form of its own."""
 
