@@ -7,15 +7,15 @@ torch's loader the main process of a program with workers reads nothing. Plannin
 and would leave an open handle behind, which a spawned worker could not get and forked ones would share, or
 have other pictures drawn.
 
-So the attributes of the dataset, of the datasets that it wraps, and of the objects of the user's classes that
-these hold (and of a library's that chain what can be called), in a ``__dict__`` or in slots, are set to what
-they were; lists, dicts, sets and deques among them get the elements that they had, and small arrays and
-tensors their numbers. So are those of its transforms,
-before the cache gets its fingerprint: a transform that counts its calls, or loads a network when it is called
-first, would have another one in the process that plans than in all others. MONAI's readers note the file that
-they read, so what transforms hold is put back whoever has written its class. An object is left alone if
-a container in it cannot be put back and has changed meanwhile, as its attributes may describe the container,
-or if it has a thread of its own that runs (MONAI's ``SmartCacheDataset``).
+So the attributes of the dataset, of the datasets that it wraps, of the objects of the user's classes that
+these hold, and of a library's objects that apply a list of transforms, in a ``__dict__`` or in slots, are set
+to what they were; lists, dicts, sets and deques among them get the elements that they had, and small arrays
+and tensors their numbers. So are those of its transforms, before the cache gets its fingerprint: a transform
+that counts its calls, or loads a network when it is called first, would have another one in the process that
+plans than in all others. MONAI's readers note the file that they read, so what transforms hold is put back
+whoever has written its class. An object is left alone if a container in it cannot be put back and has changed
+meanwhile, as its attributes may describe the container, or if it has a thread of its own that runs (MONAI's
+``SmartCacheDataset``).
 
 The audit reads a sample in the main process now and then, too, and puts back the attributes of the objects
 that are near (:meth:`HeldAttributes.near`). All would take longer than reading.
@@ -24,9 +24,9 @@ that are near (:meth:`HeldAttributes.near`). All would take longer than reading.
 user may: ``dataset.labels[3] = 5``, ``dataset.config.size = 64``, ``dataset.epoch.value += 1``. Values are
 compared by identity, numbers and text by value, containers element by element at any depth (so another list
 of the same numbers is no change), arrays and what processes share by their bytes
-(:mod:`hotset.determinism.objects.mutable_content`). What a method seems to have computed once, and kept, does
-not count. A dataset that is a list, a dict, an array or a tensor itself is looked at as if it were the
-attribute ``elements``.
+(:mod:`hotset.determinism.objects.mutable_content`). What a method seems to have computed once, and kept, is
+told apart (:attr:`Difference.is_computed`). A dataset that is a list, a dict, an array or a tensor itself is
+looked at as if it were the attribute ``elements``.
 
 Looking at all of a large dataset would take longer than reading it. So there is :class:`Room` for so many
 elements and bytes: of what has no room only the identity counts, and the length of a container.
