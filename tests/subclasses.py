@@ -44,6 +44,10 @@ def meta_tensors(index: int) -> dict[str, Any]:
     return {"image": MetaTensor(volume, affine=affine, meta=meta), "label": index}
 
 
+class Mask(Image.Image):
+    """A picture of a class that was derived from Pillow's."""
+
+
 MODES = ("1", "L", "P", "RGB", "RGBA", "LA", "CMYK", "YCbCr", "HSV", "LAB", "I", "F", "I;16")
 
 

@@ -125,6 +125,68 @@ def test_tensor_subclasses_keep_their_type_and_attributes() -> None:
     with_at_most_one_warning(lambda: hits_equal_misses(boxes_that_vary, 9))
 
 
+class Boxes(torch.Tensor):
+    """A tensor of a user's class, which torch's functions keep, as those of fastai's do."""
+
+    canvas: tuple[int, int]
+
+    def __new__(cls, rows: Any, canvas: tuple[int, int]) -> Boxes:
+        made = torch.as_tensor(rows).as_subclass(cls)
+        made.canvas = canvas
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return super().__reduce_ex__(protocol)
+
+
+class Restoring(Boxes):
+    """One of which pickle keeps something else."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.canvas = (0, 0)
+
+
+class Slotted(Boxes):
+    __slots__ = ("seen",)
+
+
+def _boxes(index: int) -> dict[str, Any]:
+    return {"boxes": Boxes([[0.0, 1.0, index]] * (index % 3 + 1), (4, index)), "label": Boxes(index, (1, 1))}
+
+
+def _mask(index: int, **known: Any) -> Any:
+    from PIL import Image
+    from subclasses import Mask
+
+    mask = Image.new("L", (4 + index % 2, 3), index)
+    mask.__class__ = Mask
+    vars(mask).update(known)
+    return mask
+
+
+def test_tensors_and_pictures_of_a_users_classes_are_cached() -> None:
+    for make in (_boxes, _mask, lambda index: _mask(index, _codes=("road", index), scale=0.5)):
+        assert hits_equal_misses(make, 6) == 6
+
+
+@pytest.mark.parametrize("make", [
+    lambda index: Restoring([index], (1, 2)),
+    lambda index: Slotted([index], (1, 2)),
+    lambda index: torch.nn.Parameter(torch.tensor([float(index)]), requires_grad=False),
+    lambda index: _mask(index, codes=object),
+])  # fmt: skip
+def test_those_that_are_more_than_their_elements_and_attributes_are_served_unchanged(
+    make: Callable[[int], Any],
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with hotset.cache(Samples(make, 6), memory="1MiB") as cached:
+            for _ in range(2):
+                assert all(differs(cached[index], make(index)) is None for index in range(6))
+            assert not cached.stats().hits
+    assert any("nothing of Samples can be cached" in str(each.message) for each in caught)
+
+
 def _with_spacing(index: int, memory: torch.Tensor) -> torch.Tensor:
     memory.spacing = (1, 1, index)  # type: ignore[attr-defined]
     return memory

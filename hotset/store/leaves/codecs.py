@@ -2,10 +2,10 @@
 
 A codec is two functions for one exact type: ``flatten(obj)`` gives a tree of dicts, lists, tuples and leaves;
 ``unflatten(tree)`` the object again. The built-in ones cover PIL images and image files
-(:mod:`hotset.store.leaves.pictures`), torchvision's tv_tensors, MONAI's MetaTensor, numpy's memmap, and
-ordinary types of the standard library (sets, dates, paths, ...). They are looked up by the type's module, so
-that hotset imports no library that the user has not imported already. Users add codecs with
-:func:`register_codec`.
+(:mod:`hotset.store.leaves.pictures`), subclasses of both (torchvision's tv_tensors, fastai's types, a user's
+own), MONAI's MetaTensor, numpy's memmap, and ordinary types of the standard library (sets, dates, paths,
+...). They are looked up by the type's module, so that hotset imports no library that the user has not
+imported already. Users add codecs with :func:`register_codec`.
 
 Nothing is pickled, unless a codec of the user's does so.
 """
@@ -27,8 +27,9 @@ import torch
 
 from hotset.errors import ArgumentError
 from hotset.store.leaves import pictures
+from hotset.store.leaves.instances import slots_of
 from hotset.store.leaves.leaf import SchemaMismatch
-from hotset.store.leaves.python_leaves import name_of_type
+from hotset.store.leaves.python_leaves import name_of_type, type_named
 
 __all__ = ["Codec", "codec_named", "codec_of", "given_codec", "register_codec"]
 
@@ -97,10 +98,10 @@ def codec_named(name: str) -> Codec | None:
     """Return the codec for the type of that name, or None."""
     if name not in _registered:
         builtin = _BUILTIN.get(name)
-        if builtin is None and name.startswith("torchvision.tv_tensors."):
-            builtin = _tv_tensor(name)
         if builtin is None and (found := pictures.image_file(name)) is not None:
             builtin = Codec(name, *found)
+        if builtin is None:
+            builtin = _subclass(name)
         if builtin is None:
             return None
         _registered[name] = builtin
@@ -136,24 +137,64 @@ def _without_addresses(part: Any) -> Any:
     return type(part)(map(_without_addresses, part)) if type(part) in (list, tuple) else part
 
 
-def _tv_tensor(name: str) -> Codec | None:
-    """A codec for one class of torchvision.tv_tensors: the tensor, and what boxes and points know besides."""
-    from torchvision import tv_tensors
+def _subclass(name: str) -> Codec | None:
+    """A codec for a class of tensors or of Pillow's pictures, made by a ``class`` statement.
 
-    cls = getattr(tv_tensors, name.partition(":")[2], None)
-    if not (isinstance(cls, type) and issubclass(cls, torch.Tensor)):
+    An object of such a class is the tensor or the picture and its attributes.
+    """
+    try:
+        cls = type_named(name)
+    except (AttributeError, ImportError, ValueError):
         return None
+    if issubclass(cls, torch.Tensor) and cls is not torch.Tensor:
+        # Collating makes a plain tensor of torchvision's.
+        stacks = 0 if name.startswith("torchvision.tv_tensors.") else None
+        return Codec(name, *_tensors_of(cls), stacks)
+    found = pictures.image_subclass(cls)
+    return Codec(name, *found) if found is not None else None
+
+
+def _tensors_of(cls: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """How a tensor of a subclass is flattened and built again, as torch does to send it to a process."""
+    torchs_way: Any = torch.Tensor.__reduce_ex__
+    known = False
 
     def flatten(value: Any) -> Any:
-        return (value.as_subclass(torch.Tensor), dict(vars(value)))
+        nonlocal known
+        if type(value) is not cls or not (known or _is_tensor_and_attributes(value)):
+            raise SchemaMismatch(
+                f"a tensor of {cls.__module__}.{cls.__qualname__}, which is more than its elements and "
+                "attributes; hotset.register_codec makes it cacheable"
+            )
+        # To ask takes some ten microseconds; all tensors of a class answer alike, unless it has its own way.
+        known = cls.__reduce_ex__ is torchs_way
+        with torch._C.DisableTorchFunctionSubclass():
+            return (value.as_subclass(torch.Tensor), dict(vars(value)))
 
     def unflatten(tree: Any) -> Any:
-        tensor, known = tree
+        tensor, attributes = tree
         value = tensor.as_subclass(cls)
-        vars(value).update(known)
+        vars(value).update(attributes)
         return value
 
-    return Codec(name, flatten, unflatten, stacks=0)
+    return flatten, unflatten
+
+
+def _is_tensor_and_attributes(value: Any) -> bool:
+    """Whether torch, too, makes a tensor again of its elements and ``__dict__``, and runs none of its class.
+
+    It does not where a tensor wraps others (``__torch_dispatch__``), has slots, or says itself what is kept.
+    """
+    cls = type(value)
+    if hasattr(cls, "__del__") or slots_of(value) or cls.__setstate__ is not torch.Tensor.__setstate__:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        rebuild, arguments, *more = value.__reduce_ex__(2)
+    if rebuild is not torch._tensor._rebuild_from_type_v2 or more:
+        return False
+    inner, kind, _, state = arguments
+    plain = inner in (torch._utils._rebuild_tensor_v2, torch._utils._rebuild_tensor_v3)
+    return plain and kind is cls and (state is None or state == {} or state is vars(value))
 
 
 # ---- numpy and the standard library ---------------------------------------------------------------------

@@ -13,12 +13,14 @@ import ast
 import functools
 import importlib
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
+from hotset.store.leaves.instances import is_plain
 from hotset.store.leaves.leaf import SchemaMismatch
 
-__all__ = ["flatten_image", "image_file", "unflatten_image"]
+__all__ = ["flatten_image", "image_file", "image_subclass", "unflatten_image"]
 
 # The bytes of one pixel in the bytes of a whole picture; of mode "1" a row is padded to whole bytes.
 _PIXEL_BYTES = {
@@ -33,6 +35,8 @@ _PIXEL_BYTES = {
     "HSV": 3,
     "LAB": 3,
 }
+# What a class of pictures defines if its objects are more than a picture and its attributes.
+_SAYS_ITSELF = frozenset({"__slots__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"})
 # Pictures of one camera or program say the same of themselves.
 _SHORT = 2048
 _parsed = functools.lru_cache(maxsize=256)(ast.literal_eval)
@@ -132,6 +136,40 @@ def _fresh(value: Any) -> Any:
     if type(value) is dict:
         return {key: _fresh(part) for key, part in value.items()}
     return list(map(_fresh, value)) if type(value) is list else value
+
+
+def image_subclass(cls: type) -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
+    """Return how a class of pictures that was derived from Pillow's is flattened and built again.
+
+    None if it is not one, or if its pictures are more than a picture and attributes: it reads files, has
+    slots, counts what it makes, or says itself what pickle keeps.
+
+    Example:
+        >>> from PIL import Image
+        >>> class Mask(Image.Image): ...
+        >>> image_subclass(Mask) is None, image_subclass(Image.Image) is None, image_subclass(int) is None
+        (False, True, True)
+    """
+    base: Any = getattr(sys.modules.get("PIL.Image"), "Image", None)
+    if base is None or cls is base or not issubclass(cls, base) or not is_plain(cls):
+        return None
+    above = cls.__mro__[: cls.__mro__.index(base)]
+    if any(vars(each).keys() & _SAYS_ITSELF for each in above):
+        return None
+    pillows = _OF_IMAGE | vars(base()).keys()
+
+    def flatten(image: Any) -> Any:
+        if type(image) is not cls:
+            raise SchemaMismatch(f"a picture of another class of the name {cls.__qualname__}")
+        own = {key: part for key, part in vars(image).items() if key not in pillows}
+        return _flattened(image, _literal(own, "the attributes"))
+
+    def unflatten(tree: Any) -> Any:
+        image = unflatten_image(tree)
+        image.__class__ = cls
+        return image
+
+    return flatten, unflatten
 
 
 def image_file(name: str) -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import operator
 import struct
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +23,7 @@ __all__ = [
     "name_of_type",
     "number_kind",
     "numbers_leaf",
+    "type_named",
 ]
 
 _INT = struct.Struct("<q")
@@ -258,3 +261,28 @@ def numbers_leaf(value: Sequence[object]) -> NumbersLeaf | None:
 def name_of_type(cls: type) -> str:
     """``module:qualname``, by which a schema in a segment's metadata names a class."""
     return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def type_named(name: str) -> type:
+    """The class that :func:`name_of_type` named.
+
+    Importing a module runs it, and a schema must not be a way to run other code. So the module must be
+    imported already, or lie in a package of which a part is: a process that reads a dataset's samples has
+    imported the dataset's package, which may import the module of its samples only when it reads one. A
+    top-level module that this process has not imported is refused, and so is a package's program
+    (``__main__``).
+
+    Raises:
+        AttributeError, ImportError, ValueError: there is no such class, or its module must not be imported.
+    """
+    module, _, qualname = name.partition(":")
+    if module not in sys.modules:
+        known = module.partition(".")[0] in sys.modules and not module.endswith(".__main__")
+        if not known:
+            raise ValueError(f"the module of {name} must be imported by this program first")
+    found: Any = importlib.import_module(module)
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    if not isinstance(found, type):
+        raise ValueError(f"{name} must be a class")
+    return found

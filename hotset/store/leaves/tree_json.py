@@ -7,13 +7,11 @@ namedtuples, dataclasses and enums of modules that can be imported.
 from __future__ import annotations
 
 import enum
-import importlib
-import sys
 from typing import Any
 
 from hotset.store.leaves.find_leaf import leaf_from_json
 from hotset.store.leaves.instances import is_plain, make_instance
-from hotset.store.leaves.python_leaves import name_of_type
+from hotset.store.leaves.python_leaves import name_of_type, type_named
 from hotset.store.leaves.tree import KEY_TYPES, MAKERS, Group, Node
 
 __all__ = ["DAMAGE", "from_json", "to_json"]
@@ -86,21 +84,9 @@ def _require(fits: bool, why: str) -> None:
 
 
 def _import(name: str, kind: str) -> type:
-    """The class of that name, if it is of that kind: a schema must not be a way to run other code.
-
-    Importing a module runs it. So the module must be imported already, or lie in a package of which a part
-    is: a process that reads a dataset's samples has imported the dataset's package, which may import the
-    module of its samples only when it reads one. A top-level module that this process has not imported is
-    refused, and so is a package's program (``__main__``).
-    """
-    module, _, qualname = name.partition(":")
-    if module not in sys.modules:
-        known = module.partition(".")[0] in sys.modules and not module.endswith(".__main__")
-        _require(known, f"the module of {name} must be imported by this program first")
-    found: Any = importlib.import_module(module)
-    for part in qualname.split("."):
-        found = getattr(found, part)
-    fits = isinstance(found, type) and (
+    """The class of that name, if it is of that kind."""
+    found: Any = type_named(name)
+    fits = (
         (kind == "namedtuple" and issubclass(found, tuple) and hasattr(found, "_make"))
         or (kind == "instance" and is_plain(found))
         or (kind == "enum" and issubclass(found, enum.Enum))
