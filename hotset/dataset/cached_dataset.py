@@ -36,10 +36,11 @@ from hotset.dataset.plan import Plan
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.special_methods import NOT_OF_SAMPLES, special_methods, with_special_methods
 from hotset.dataset.stats import Stats
-from hotset.determinism.objects.safe_access import has
+from hotset.determinism.objects.safe_access import has, loaded_class
 from hotset.errors import ArgumentError, SegmentError
 from hotset.store.claims import Ids
 from hotset.store.format import DESTROYED, Live
+from hotset.store.leaves.instances import solid_base
 
 __all__ = [
     "CachedDataset",
@@ -49,8 +50,8 @@ __all__ = [
 
 T = TypeVar("T")
 
-# What programs take apart where they find one (`subset.dataset`), which would read past the cache, and what
-# torch's loader treats otherwise.
+# What programs take apart where they find one (`subset.dataset`; the table of a Hugging Face dataset), which
+# would read past the cache, and what torch's loader treats otherwise.
 _TAKEN_APART = (Subset, ConcatDataset, IterableDataset, MapDataPipe)
 
 
@@ -379,10 +380,14 @@ class CachedDataset(DatasetProxy[T]):
 
 
 def _stands_in_for(dataset: Any) -> bool:
-    """Whether a cached dataset is to be found an instance of the class of this dataset."""
+    """Whether a cached dataset is to be found an instance of the class of this dataset.
+
+    A class with a base written in C (a list, an array) is not: what is in it is reached past its methods.
+    """
     kind = type(dataset)
-    whole = issubclass(kind, Dataset) and not issubclass(kind, _TAKEN_APART)
-    return whole and not has(dataset, "dataset")
+    from_python = issubclass(kind, Dataset) or solid_base(kind) is object
+    taken_apart = (*_TAKEN_APART, *loaded_class("datasets", "Dataset"))
+    return from_python and not issubclass(kind, taken_apart) and not has(dataset, "dataset")
 
 
 def _without_special_methods(kind: type[CachedDataset[Any]]) -> Any:

@@ -480,6 +480,28 @@ def test_programs_that_ask_for_the_datasets_class_find_it(again: Callable[[Any],
         assert differs(one[3], Samples(image_and_label, N)[3]) is None
 
 
+class OfNoBase:
+    """A dataset as libraries of their own kind have them (fastai's Datasets): it has torch's methods only."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([range(N)[index]])
+
+    def __call__(self, word: str) -> str:
+        return word * 2
+
+
+def test_the_class_of_a_dataset_that_is_not_derived_from_torchs_is_found_too() -> None:
+    with hotset.cache(OfNoBase(), memory="1MiB") as cached:
+        assert isinstance(cached, OfNoBase)
+        assert isinstance(cached, Dataset)
+        called: Any = cached
+        assert called("no") == "nono"
+        assert [int(cached[index]) for index in range(N)] == list(range(N))
+
+
 @pytest.mark.parametrize(
     "dataset",
     [

@@ -101,6 +101,12 @@ def test_rows_are_those_that_torch_gives(kind: str, workers: int) -> None:
     check_equal(KINDS[kind], workers, collate_fn=collate)
 
 
+def test_programs_do_not_take_its_table_past_the_cache() -> None:
+    """As transformers' Trainer drops columns of what it finds to be one."""
+    with hotset.cache(datasets.Dataset.from_dict({"x": [0, 1]}), memory="1MiB") as cached:
+        assert not isinstance(cached, datasets.Dataset)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_rows_from_a_disk_are_those_that_torch_gives(workers: int, tmp_path: Path) -> None:
     made = on_disk(tmp_path / "rows", rows())
