@@ -33,7 +33,7 @@ from hotset.dataset.planning.planner import PlanResult, found_plan, joined_plan,
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.spill_folder import checked_folder, spill_to
 from hotset.dataset.streams.cached_stream import CachedStream
-from hotset.dataset.streams.source import StreamSource, is_stream
+from hotset.dataset.streams.source import is_stream
 from hotset.dataset.window import Window
 from hotset.determinism.declare import declaration_of, declared
 from hotset.determinism.objects.safe_access import has
@@ -235,7 +235,7 @@ def _current(pipeline: Pipeline, identity: Identity, options: CacheOptions, agai
     remote = remote_cache(options, identity, store)
     attachment = Attachment(store, shared.handle, result.plan.name)
     window = _active_window(result, options.given.window, attachment)
-    moved = frozenset(result.metadata.get("moved", ()))
+    moved = frozenset(result.metadata["moved"])
     key, concurrency = identity.lookup_key, options.given.concurrency
     return SampleAccess(result.source, result.plan, attachment, window, remote, key, moved, concurrency)
 
@@ -362,10 +362,6 @@ class _Search:
         store = attach_store(address)
         try:
             self._result = joined_plan(self._pipeline, self._options, self._identity, store.segment.metadata)
-            if isinstance(self._pipeline.dataset, StreamSource):
-                self._pipeline.dataset.divided(1, 1)
-                plan = replace(self._result.plan, samples=len(store), stream=True)
-                self._result = self._result._replace(plan=plan)
         except BaseException:
             store.close()
             raise

@@ -13,7 +13,7 @@ from __future__ import annotations
 import html
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, NamedTuple
@@ -36,6 +36,11 @@ _DISK_RESERVE = "64 MiB or a hundredth of the disk, whichever is more,"
 _SMALLER = 0.6
 # A hit of a small sample takes 5 to 15 us in torch's DataLoader, and 1 us in hotset's, which copies batches.
 _HIT_SECONDS = 1.5e-5
+# What a rank that joins takes from the metadata as it is.
+_SHARED = (
+    *("fingerprint", "samples", "sample_bytes", "sample_seconds"),
+    *("refused", "limit", "audited", "stream"),
+)
 
 
 class Row(NamedTuple):
@@ -162,15 +167,25 @@ class Plan:
             memory: the user's ``memory=``.
             cuts: where the chains are cut.
         """
-        fields = "name fingerprint rows sample_bytes sample_seconds refused limit window audited"
         return {
             "job": this_job().offers,
             "pid": os.getpid(),
             "memory": memory,
             "cuts": cuts.to_json(),
+            "name": self.name,
+            "rows": self.rows,
+            "window": self.window,
             "spills_to": self.spill,
-            **{field: getattr(self, field) for field in fields.split()},
+            **{field: getattr(self, field) for field in _SHARED},
         }
+
+    @classmethod
+    def joined(cls, about: Mapping[str, Any], name: str, rows: tuple[Row, ...], notes: Sequence[str]) -> Plan:
+        """The plan that :meth:`about` has put into a cache's metadata, with a joining rank's own words."""
+        shared = {field: about[field] for field in _SHARED}
+        window = Sizes(*about["window"]) if about["window"] is not None else None
+        spill, notes = about["spills_to"], tuple(notes)
+        return cls(name=name, rows=rows, window=window, spill=spill, notes=notes, warnings=(), **shared)
 
     def to_dict(self) -> dict[str, Any]:
         """All of the plan, as JSON types. The keys are stable.

@@ -34,9 +34,8 @@ from hotset.dataset.planning.lost_threads import has_threads, polars_was_begun
 from hotset.dataset.planning.memory_budget import held_by_others, memory_limit, window_sizes
 from hotset.dataset.planning.source_judgement import judge_source, refuse_if_in_order
 from hotset.dataset.source_reader import seconds_in_groups, spread
-from hotset.dataset.streams.probe import batch_size_of, has_shuffle
+from hotset.dataset.streams.probe import has_shuffle
 from hotset.dataset.streams.source import StreamSource
-from hotset.dataset.window import Sizes
 from hotset.determinism.chain import leaves
 from hotset.determinism.declare import declared
 from hotset.determinism.draws.probe import Probe, probe
@@ -100,30 +99,15 @@ def joined_plan(
         raise SegmentError("the cache is of another chain of transforms.") from error
     rows = _joined_rows(pipeline.steps(cuts), [Row(*row) for row in about["rows"]])
     found = identity.fingerprint(pipeline, cuts, source)
-    plan = Plan(
-        name=pipeline.name,
-        fingerprint=found.digest,
-        rows=rows,
-        samples=len(pipeline.dataset),
-        sample_bytes=about["sample_bytes"],
-        sample_seconds=about["sample_seconds"],
-        refused=about["refused"],
-        limit=about["limit"],
-        window=Sizes(*about["window"]) if about["window"] is not None else None,
-        spill=about["spills_to"],
-        audited=about["audited"],
-        notes=(),
-        warnings=(),
-    )
-    if plan.fingerprint != about["fingerprint"]:
+    if found.digest != about["fingerprint"]:
         raise SegmentError("the cache is of other samples.")
     whose = "this job" if options.session is None else f"a job in session {options.session.name!r}"
     notes = [f"process {about['pid']} of {whose} made the cache, and read the samples for this plan"]
     memory, used = options.given.memory, about["memory"]
     if memory not in ("auto", used):
         notes.append(f"memory={memory!r} has no effect: the cache was made with memory={used!r}")
-    metadata = {"moved": about.get("moved", [])}
-    return PlanResult(replace(plan, notes=(*notes, *found.notes)), source, cuts, None, metadata)
+    plan = Plan.joined(about, pipeline.name, rows, (*notes, *found.notes))
+    return PlanResult(plan, source, cuts, None, {"moved": about["moved"]})
 
 
 def _joined_rows(steps: list[Any], rows: list[Row]) -> tuple[Row, ...]:
@@ -243,8 +227,8 @@ def _notes_on_checks(source: Source) -> list[str]:
 def _plan_of_stream(stream: StreamSource, result: PlanResult, *, alone: bool) -> PlanResult:
     """The plan of a stream, from a plan that was made with its first samples.
 
-    From now on an index is a sample id. The cache has room for as many ids as records fit, twice: ids count
-    through all parts, and some parts are longer than others.
+    The cache has room for as many sample ids as records fit, twice: ids count through all parts, and some
+    parts are longer than others.
 
     Args:
         stream: the stream.
@@ -253,7 +237,6 @@ def _plan_of_stream(stream: StreamSource, result: PlanResult, *, alone: bool) ->
     """
     probed, plan = stream.probe(), result.plan
     shuffles = has_shuffle(stream.stream)
-    stream.divided(1, 1)
     room = plan.limit
     if plan.spill is not None:
         with contextlib.suppress(OSError):
@@ -270,15 +253,8 @@ def _plan_of_stream(stream: StreamSource, result: PlanResult, *, alone: bool) ->
         notes=(probed.note + (_SHUFFLES_LEFT_OUT if shuffles else ""), *plan.notes),
         warnings=(*plan.warnings, *((probed.warning,) if probed.warning is not None else ())),
     )
-    metadata = {
-        "stream_draws": probed.draws,
-        "stream_entropy": probed.entropy,
-        "stream_own": probed.own,
-        "stream_shuffled": probed.shuffled or shuffles,
-        "stream_alone": alone,
-        "stream_batches": batch_size_of(probed.samples),
-    }
-    return result._replace(plan=plan, metadata=metadata)
+    facts = probed.facts._replace(shuffled=probed.facts.shuffled or shuffles, alone=alone)
+    return result._replace(plan=plan, metadata={**result.metadata, "stream": facts._asdict()})
 
 
 def found_plan(result: PlanResult, session: Session, left: int) -> PlanResult:

@@ -29,7 +29,7 @@ from hotset.dataset.cached_dataset import CachedDataset, current_of
 from hotset.dataset.content_watch import Comparing
 from hotset.dataset.current_cache import Make
 from hotset.dataset.held_attributes import Difference, HeldAttributes, Room
-from hotset.dataset.streams.probe import may_reorder
+from hotset.dataset.streams.probe import StreamFacts, may_reorder
 from hotset.dataset.streams.recording import StreamRecording, StreamRest
 from hotset.dataset.streams.source import StreamSource
 from hotset.determinism.declare import declared
@@ -68,6 +68,7 @@ class StreamPasses:
         self._stream = stream
         self._source = StreamSource(stream)
         self.cached: CachedDataset[Any] = CachedDataset(self._source, arguments, make)
+        self._source.divided(1, 1)  # it is planned
         self.name = self._source.name
         self.by_epoch = self._source.by_epoch
         self.epoch = 0
@@ -114,7 +115,7 @@ class StreamPasses:
     def batch_size(self) -> int:
         """How many samples each item of the stream seems to hold, if it gives batches; otherwise 0."""
         parts = self.parts()
-        return int(parts.store.segment.metadata.get("stream_batches", 0)) if parts is not None else 0
+        return StreamFacts.of(parts.store).batch_size if parts is not None else 0
 
     def stated_length(self) -> int:
         """The length that the stream itself states.
@@ -168,7 +169,7 @@ class StreamPasses:
         # A stream that is shuffled anew cannot be continued. Of several ranks, another may have begun anew.
         broken = (
             ranks == 1
-            and bool(store.segment.metadata.get("stream_shuffled"))
+            and StreamFacts.of(store).shuffled
             and parts.state == "recording"
             and bool(parts.given.any())
             and not parts.is_recorded_by_others()
@@ -253,7 +254,7 @@ class StreamPasses:
     def tell_of_order(self) -> None:
         """Warn before a pass in the recorded order, if without a cache each pass would have its own."""
         parts = self.parts()
-        shuffled = parts is not None and parts.store.segment.metadata.get("stream_shuffled")
+        shuffled = parts is not None and StreamFacts.of(parts.store).shuffled
         announced = self.epoch or self.change() is not None
         if shuffled or (announced and may_reorder(self._stream)):
             self.warn(
@@ -356,7 +357,7 @@ _REASONS = {
 
 def _rank_of(parts: StreamParts | None) -> tuple[int, int]:
     """The rank of this process among those of this machine that record into one cache, and their number."""
-    alone = parts is None or parts.is_alone or parts.store.segment.metadata.get("stream_alone", True)
+    alone = parts is None or parts.is_alone or StreamFacts.of(parts.store).alone
     return (0, 1) if alone else local_rank()
 
 

@@ -43,11 +43,12 @@ from hotset.determinism.draws.rng import GLOBAL, KINDS, Generators, access
 from hotset.determinism.equality import content_digests
 from hotset.determinism.objects.object_graph import within_reach
 from hotset.errors import ArgumentError, NotCacheable
+from hotset.store.store import Store
 
 __all__ = [
     "PLANNED",
+    "StreamFacts",
     "StreamProbe",
-    "batch_size_of",
     "has_shuffle",
     "held_by_run",
     "is_hugging_face",
@@ -65,29 +66,48 @@ _SAMPLES = 256
 _MOST_OF_A_RUN = 64  # generators and iterators that are looked into for what a run holds
 
 
+class StreamFacts(NamedTuple):
+    """What the passes over a stream need to know of it; kept in the metadata of its cache.
+
+    Attributes:
+        draws: whether reading moves a random number generator, or gives another order.
+        entropy: whether reading takes entropy that the first samples do not depend on.
+        own: whether a run has generators of its own that are seeded anew each time.
+        shuffled: whether another run gives another order.
+        batch_size: how many samples each item seems to hold, if it gives batches; otherwise 0.
+        alone: whether no other process can use the cache.
+    """
+
+    draws: bool = True
+    entropy: bool = True
+    own: bool = False
+    shuffled: bool = False
+    batch_size: int = 0
+    alone: bool = True
+
+    @classmethod
+    def of(cls, store: Store) -> StreamFacts:
+        """Those of the stream that this store records."""
+        return cls(**store.segment.metadata["stream"])
+
+
 class StreamProbe(NamedTuple):
     """What two runs of a stream showed.
 
     Attributes:
         samples: the first, at most :data:`PLANNED`.
         seconds: the mean time that reading one takes.
+        facts: what its passes need to know, as far as it is known.
         note: a sentence for the plan.
         warning: a sentence for the user; None if there is nothing to say.
-        draws: whether reading moves a random number generator, or gives another order.
-        entropy: whether reading takes entropy that the first samples do not depend on.
-        own: whether a run has generators of its own that are seeded anew each time.
-        shuffled: whether another run gives another order.
         by_epoch: whether another epoch gives other samples.
     """
 
     samples: list[Any]
     seconds: float
-    note: str = ""
+    facts: StreamFacts
+    note: str
     warning: str | None = None
-    draws: bool = True
-    entropy: bool = True
-    own: bool = False
-    shuffled: bool = False
     by_epoch: bool = False
 
 
@@ -119,6 +139,11 @@ class _Run(NamedTuple):
     seconds: float
     entropy: bool
     states: list[Any]
+
+    @property
+    def digests(self) -> list[bytes]:
+        """Of the samples, in order."""
+        return [each.digest for each in self.read]
 
 
 def run(stream: Any) -> Iterator[Any]:
@@ -160,50 +185,69 @@ def probe_stream(stream: Any, name: str, declaration: str | None) -> StreamProbe
     generators = Generators([plain])
     try:
         first = _first_samples(plain)
-        moved = generators.moved()
         if not first.read:
             raise ArgumentError(f"{name} must give at least one sample, got none; check its files.")
+        moved = generators.any_moved
         # Generators go on from where the first run left them: a stream that draws differs.
         second = _first_samples(plain, most=len(first.read))
-        by_epoch = False
-        if declaration is None and plain is not stream and may_reorder(plain) and not is_hugging_face(plain):
-            plain.set_epoch(_another_epoch(plain))
-            by_epoch = _others(first.read, _first_samples(plain, most=len(first.read)).read) is not None
+        by_epoch = declaration is None and plain is not stream and _depends_on_epoch(plain, first.read)
     finally:
         generators.restore()
-    before, after = ([each.digest for each in run.read] for run in (first, second))
+    note, warning = "the stream is declared deterministic", None
+    facts = StreamFacts(shuffled=not _are_alike(first, second))
+    if declaration != "deterministic":
+        note, warning, facts = _compared(name, first, second, moved)
     samples = [each.sample for each in first.read[:PLANNED]]
-    found = StreamProbe(samples, first.seconds, by_epoch=by_epoch)
-    if declaration == "deterministic":
-        note = "the stream is declared deterministic"
-        return found._replace(note=note, shuffled=before[: len(after)] != after)
-    if not after:
+    facts = facts._replace(batch_size=_batch_size_of(samples))
+    return StreamProbe(samples, first.seconds, facts, note, warning, by_epoch)
+
+
+def _are_alike(first: _Run, second: _Run) -> bool:
+    """Whether both runs began with the same samples; the second may have been slower, and have fewer."""
+    return second.digests == first.digests[: len(second.read)]
+
+
+def _depends_on_epoch(stream: Any, first: list[_Sample]) -> bool:
+    """Whether another epoch gives other samples than the first ones of this one, and not in another order."""
+    if not may_reorder(stream) or is_hugging_face(stream):
+        return False
+    epoch = getattr(stream, "epoch", 0)
+    stream.set_epoch(epoch + 1 if isinstance(epoch, int) else 1)
+    return _others(first, _first_samples(stream, most=len(first)).read) is not None
+
+
+def _compared(name: str, first: _Run, second: _Run, moved: bool) -> tuple[str, str | None, StreamFacts]:
+    """What two runs show: a note for the plan, a warning if there is one, and the facts.
+
+    Args:
+        moved: whether the first run has moved a generator.
+
+    Raises:
+        NotCacheable: the samples are others in each run.
+    """
+    if not second.read:
         raise NotCacheable(
             f"{name} gave samples in its first run and none in its second, so it can be read only once, and "
             "hotset has read its beginning to find that out; make it anew, and have __iter__ begin it from "
             "its first sample."
         )
-    if before[: len(after)] == after:  # the second run may have been slower
-        note = f"two runs of the stream began with the same {len(after):,} samples"
-        return found._replace(
-            note=note if moved else f"{note}, and nothing was drawn",
-            draws=bool(moved),
-            entropy=first.entropy or second.entropy,
-            own=_differ(first.states, second.states),
-        )
+    if _are_alike(first, second):
+        note = f"two runs of the stream began with the same {len(second.read):,} samples"
+        took_entropy = first.entropy or second.entropy
+        facts = StreamFacts(draws=moved, entropy=took_entropy, own=_differ(first.states, second.states))
+        return note if moved else f"{note}, and nothing was drawn", None, facts
     if (seen := _others(first.read, second.read)) is not None:
         raise NotCacheable(
             f"{name} gives other samples in each run ({seen}), and a cache would repeat one draw in all "
             "epochs. Move random transforms out of the stream, to transform=[...]; or, if only the order "
             f"differs, declare it: hotset.deterministic({name})."
         )
-    common = len({*before} & {*after})
+    total, common = len(first.read), len({*first.digests} & {*second.digests})
     note = (
-        f"{common:,} of the first {len(before):,} samples occurred in a second run, in another order: the "
-        "order of the first pass is recorded"
+        f"{common:,} of the first {total:,} samples occurred in a second run, in another order: the order of "
+        "the first pass is recorded"
     )
-    warning = _order_warning(name) if common < len(before) else None
-    return found._replace(note=note, warning=warning, shuffled=True)
+    return note, _order_warning(name) if common < total else None, StreamFacts(shuffled=True)
 
 
 def _order_warning(name: str) -> str:
@@ -213,11 +257,6 @@ def _order_warning(name: str) -> str:
         "in all epochs: move them to transform=[...]. If it has none, declare it: "
         f"hotset.deterministic({name})."
     )
-
-
-def _another_epoch(stream: Any) -> int:
-    epoch = getattr(stream, "epoch", 0)
-    return epoch + 1 if isinstance(epoch, int) else 1
 
 
 def _others(first: list[_Sample], again: list[_Sample]) -> str | None:
@@ -314,7 +353,7 @@ def _differ(one: list[Any], other: list[Any]) -> bool:
     return [content_digests(each) for each in one] != [content_digests(each) for each in other]
 
 
-def batch_size_of(samples: list[Any]) -> int:
+def _batch_size_of(samples: list[Any]) -> int:
     """The length that all arrays of all samples but the last have in common, if one is flat, as labels
     are.
     """

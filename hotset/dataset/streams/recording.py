@@ -19,7 +19,7 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hotset.dataset.cached_dataset import CachedDataset, current_of
-from hotset.dataset.streams.probe import held_by_run, is_node, run
+from hotset.dataset.streams.probe import StreamFacts, held_by_run, is_node, run
 from hotset.determinism.draws import entropy
 from hotset.determinism.draws.rng import Generators
 from hotset.determinism.equality import differs
@@ -207,9 +207,9 @@ class _PartRecorder:
         # Not by the number of parts: a process that divides the stream anew has none for a moment.
         self._kept = self.parts.kept_of(part) if self._generation is not None else 0
         self._position = 0
-        self._about = store.segment.metadata
+        self._facts = StreamFacts.of(store)
         self._watched = [source.prefix] if source.prefix else []
-        if not self._about.get("stream_draws", True):
+        if not self._facts.draws:
             self._watched.append(stream)
         self._stream = stream
         self._generators = Generators(self._watched) if self._watched else None
@@ -217,9 +217,9 @@ class _PartRecorder:
 
     def watch(self, samples: Iterator[Any]) -> None:
         """Also watch the generators that the run itself holds; called when it has given its first sample."""
-        if self._about.get("stream_own", False):
+        if self._facts.own:
             self._generators = Generators([*self._watched, *held_by_run(samples, self._stream)])
-        if not self._about.get("stream_entropy", True):
+        if not self._facts.entropy:
             self._entropy = entropy.taken()
 
     @property
