@@ -34,7 +34,7 @@ from hotset.dataset.planning.lost_threads import has_threads, polars_was_begun
 from hotset.dataset.planning.memory_budget import held_by_others, memory_limit, window_sizes
 from hotset.dataset.planning.source_judgement import judge_source, refuse_if_in_order
 from hotset.dataset.source_reader import seconds_in_groups, spread
-from hotset.dataset.streams.probe import has_shuffle
+from hotset.dataset.streams.libraries import has_shuffle
 from hotset.dataset.streams.source import StreamSource
 from hotset.determinism.chain import leaves
 from hotset.determinism.declare import declared

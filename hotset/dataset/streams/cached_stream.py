@@ -33,8 +33,8 @@ from hotset.dataset.fill_now import require_worker_count
 from hotset.dataset.parent_death import parent_death_signal
 from hotset.dataset.plan import Plan
 from hotset.dataset.stats import Stats, stats_of
+from hotset.dataset.streams.libraries import is_hugging_face
 from hotset.dataset.streams.passes import StreamPasses
-from hotset.dataset.streams.probe import is_hugging_face
 
 __all__ = ["CachedStream", "followed_passes", "passes_of"]
 

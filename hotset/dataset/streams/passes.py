@@ -29,7 +29,8 @@ from hotset.dataset.cached_dataset import CachedDataset, current_of
 from hotset.dataset.content_watch import Comparing
 from hotset.dataset.current_cache import Make
 from hotset.dataset.held_attributes import Difference, HeldAttributes, Room
-from hotset.dataset.streams.probe import StreamFacts, may_reorder
+from hotset.dataset.streams.libraries import may_reorder
+from hotset.dataset.streams.probe import StreamFacts
 from hotset.dataset.streams.recording import StreamRecording, StreamRest
 from hotset.dataset.streams.source import StreamSource
 from hotset.determinism.declare import declared

@@ -30,14 +30,14 @@ import hashlib
 import time
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset
 
 from hotset._interrupts import own_errors
+from hotset.dataset.streams.libraries import is_hugging_face, may_reorder, run
 from hotset.determinism.draws import entropy
 from hotset.determinism.draws.rng import GLOBAL, KINDS, Generators, access
 from hotset.determinism.equality import content_digests
@@ -45,19 +45,7 @@ from hotset.determinism.objects.object_graph import within_reach
 from hotset.errors import ArgumentError, NotCacheable
 from hotset.store.store import Store
 
-__all__ = [
-    "PLANNED",
-    "StreamFacts",
-    "StreamProbe",
-    "has_shuffle",
-    "held_by_run",
-    "is_hugging_face",
-    "is_node",
-    "may_reorder",
-    "probe_stream",
-    "run",
-    "without_order",
-]
+__all__ = ["PLANNED", "StreamFacts", "StreamProbe", "held_by_run", "probe_stream"]
 
 # How many samples the planner gets.
 PLANNED = 8
@@ -146,28 +134,11 @@ class _Run(NamedTuple):
         return [each.digest for each in self.read]
 
 
-def run(stream: Any) -> Iterator[Any]:
-    """Begin the stream once more, as torch's loader would; a node of torchdata from its beginning."""
-    if is_node(stream):
-        stream.reset()
-    return iter(stream)
-
-
-def is_node(stream: Any) -> bool:
-    """Whether a stream is an iterator that ``reset()`` begins anew, as the nodes of torchdata are.
-
-    An ``IterableDataset`` with such a method is none: torch's loader begins it by ``iter`` alone.
-    """
-    return (
-        isinstance(stream, Iterator) and hasattr(stream, "reset") and not isinstance(stream, IterableDataset)
-    )
-
-
 def probe_stream(stream: Any, name: str, declaration: str | None) -> StreamProbe:
     """Read the first samples of a stream in two runs, and compare them.
 
     Args:
-        stream: what :func:`without_order` returned.
+        stream: what the content of the user's: see :func:`~hotset.dataset.streams.libraries.without_order`.
         name: of the stream's class, for messages.
         declaration: what the user declares of the stream.
 
@@ -377,79 +348,3 @@ def _copy(stream: Any) -> Any:
         return copy.deepcopy(stream)
     except own_errors():
         return stream
-
-
-def without_order(stream: Any) -> Any:
-    """A stream's content: a copy without WebDataset's shuffles, and without one rank's share of it."""
-    stages = getattr(stream, "pipeline", None)
-    if isinstance(stages, list) and _is_of("webdataset", stream):
-        plain = _shallow(stream)
-        plain.pipeline = [stage for stage in stages if not _is_shuffle(stage)]
-        if hasattr(plain, "seed"):
-            plain.seed = 0
-        return plain
-    if _is_of("datasets", stream) and hasattr(stream, "_distributed"):
-        plain = _shallow(stream)
-        plain._distributed = None
-        plain._epoch = 0
-        for attribute in vars(plain):
-            if attribute.endswith("_hffs_cache"):  # file systems, which each process names otherwise
-                setattr(plain, attribute, {})
-        return plain
-    return stream
-
-
-def _shallow(stream: Any) -> Any:
-    """A shallow copy. Not by ``copy.copy``: a ``__setstate__`` may have two objects share their
-    attributes.
-    """
-    plain = object.__new__(type(stream))
-    plain.__dict__.update(stream.__dict__)
-    return plain
-
-
-def has_shuffle(stream: Any) -> bool:
-    """Whether WebDataset shuffles it, which the copy that is looked at does not.
-
-    ``shardshuffle=False`` makes a shuffle, too, of one shard at a time.
-    """
-    stages = getattr(stream, "pipeline", None)
-    return isinstance(stages, list) and any(
-        _is_shuffle(stage) and _buffer_size(stage) > 1 for stage in stages
-    )
-
-
-def _buffer_size(stage: Any) -> int:
-    """How many samples or shards one of WebDataset's shuffles draws from."""
-    given = {**vars(stage), **getattr(stage, "kw", {})}
-    return int((*getattr(stage, "args", ()), given.get("bufsize", 1000))[0] or 0)
-
-
-def may_reorder(stream: Any) -> bool:
-    """Whether ``set_epoch`` may give the samples another order: not in Hugging Face's, if nothing there
-    shuffles.
-    """
-    if not is_hugging_face(stream):
-        return hasattr(stream, "set_epoch")
-    left = [getattr(stream, "_ex_iterable", None)]
-    while left:
-        node = left.pop()
-        if "Shuffled" in type(node).__name__ or "Random" in type(node).__name__:
-            return True
-        parts = [getattr(node, "ex_iterable", None), *(getattr(node, "ex_iterables", None) or ())]
-        left.extend(part for part in parts if part is not None)
-    return False
-
-
-def is_hugging_face(stream: Any) -> bool:
-    """Whether it is a stream of Hugging Face's ``datasets``, in which an epoch changes the order alone."""
-    return _is_of("datasets", stream)
-
-
-def _is_shuffle(stage: Any) -> bool:
-    function: Callable[..., Any] | None = getattr(stage, "f", None)
-    return type(stage).__name__ == "detshuffle" or getattr(function, "__name__", "") == "_shuffle"
-
-
-def _is_of(package: str, thing: object) -> bool:
-    return any(cls.__module__.partition(".")[0] == package for cls in type(thing).__mro__)

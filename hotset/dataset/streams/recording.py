@@ -19,7 +19,8 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hotset.dataset.cached_dataset import CachedDataset, current_of
-from hotset.dataset.streams.probe import StreamFacts, held_by_run, is_node, run
+from hotset.dataset.streams.libraries import is_node, run
+from hotset.dataset.streams.probe import StreamFacts, held_by_run
 from hotset.determinism.draws import entropy
 from hotset.determinism.draws.rng import Generators
 from hotset.determinism.equality import differs

@@ -21,7 +21,8 @@ from torch.utils.data import Dataset, IterableDataset, IterDataPipe
 from torch.utils.data._utils import worker as torch_worker
 
 from hotset._warnings import Warner
-from hotset.dataset.streams.probe import PLANNED, StreamProbe, is_node, probe_stream, run, without_order
+from hotset.dataset.streams.libraries import is_node, run, without_order
+from hotset.dataset.streams.probe import PLANNED, StreamProbe, probe_stream
 from hotset.determinism.declare import declared
 from hotset.errors import ArgumentError, NotCacheable
 

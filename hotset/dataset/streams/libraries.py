@@ -1,0 +1,110 @@
+"""What hotset knows of streams of libraries: how one is begun, and what orders it besides its content.
+
+======================  ==================================================================================
+torchdata's nodes       iterators that ``reset()`` begins anew; they do not divide themselves among workers
+WebDataset              its stages are a list, and its shuffles may be left out of a copy
+Hugging Face            a stream may hold one rank's share; an epoch changes the order alone
+======================  ==================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+__all__ = ["has_shuffle", "is_hugging_face", "is_node", "may_reorder", "run", "without_order"]
+
+
+def run(stream: Any) -> Iterator[Any]:
+    """Begin the stream once more, as torch's loader would; a node of torchdata from its beginning."""
+    if is_node(stream):
+        stream.reset()
+    return iter(stream)
+
+
+def is_node(stream: Any) -> bool:
+    """Whether a stream is an iterator that ``reset()`` begins anew, as the nodes of torchdata are.
+
+    An ``IterableDataset`` with such a method is none: torch's loader begins it by ``iter`` alone.
+    """
+    return (
+        isinstance(stream, Iterator) and hasattr(stream, "reset") and not isinstance(stream, IterableDataset)
+    )
+
+
+def without_order(stream: Any) -> Any:
+    """A stream's content: a copy without WebDataset's shuffles, and without one rank's share of it."""
+    stages = getattr(stream, "pipeline", None)
+    if isinstance(stages, list) and _is_of("webdataset", stream):
+        plain = _shallow(stream)
+        plain.pipeline = [stage for stage in stages if not _is_shuffle(stage)]
+        if hasattr(plain, "seed"):
+            plain.seed = 0
+        return plain
+    if _is_of("datasets", stream) and hasattr(stream, "_distributed"):
+        plain = _shallow(stream)
+        plain._distributed = None
+        plain._epoch = 0
+        for attribute in vars(plain):
+            if attribute.endswith("_hffs_cache"):  # file systems, which each process names otherwise
+                setattr(plain, attribute, {})
+        return plain
+    return stream
+
+
+def _shallow(stream: Any) -> Any:
+    """A shallow copy. Not by ``copy.copy``: a ``__setstate__`` may have two objects share their
+    attributes.
+    """
+    plain = object.__new__(type(stream))
+    plain.__dict__.update(stream.__dict__)
+    return plain
+
+
+def has_shuffle(stream: Any) -> bool:
+    """Whether WebDataset shuffles it, which the copy that is looked at does not.
+
+    ``shardshuffle=False`` makes a shuffle, too, of one shard at a time.
+    """
+    stages = getattr(stream, "pipeline", None)
+    return isinstance(stages, list) and any(
+        _is_shuffle(stage) and _buffer_size(stage) > 1 for stage in stages
+    )
+
+
+def _buffer_size(stage: Any) -> int:
+    """How many samples or shards one of WebDataset's shuffles draws from."""
+    given = {**vars(stage), **getattr(stage, "kw", {})}
+    return int((*getattr(stage, "args", ()), given.get("bufsize", 1000))[0] or 0)
+
+
+def may_reorder(stream: Any) -> bool:
+    """Whether ``set_epoch`` may give the samples another order: not in Hugging Face's, if nothing there
+    shuffles.
+    """
+    if not is_hugging_face(stream):
+        return hasattr(stream, "set_epoch")
+    left = [getattr(stream, "_ex_iterable", None)]
+    while left:
+        node = left.pop()
+        if "Shuffled" in type(node).__name__ or "Random" in type(node).__name__:
+            return True
+        parts = [getattr(node, "ex_iterable", None), *(getattr(node, "ex_iterables", None) or ())]
+        left.extend(part for part in parts if part is not None)
+    return False
+
+
+def is_hugging_face(stream: Any) -> bool:
+    """Whether it is a stream of Hugging Face's ``datasets``, in which an epoch changes the order alone."""
+    return _is_of("datasets", stream)
+
+
+def _is_shuffle(stage: Any) -> bool:
+    function: Callable[..., Any] | None = getattr(stage, "f", None)
+    return type(stage).__name__ == "detshuffle" or getattr(function, "__name__", "") == "_shuffle"
+
+
+def _is_of(package: str, thing: object) -> bool:
+    return any(cls.__module__.partition(".")[0] == package for cls in type(thing).__mro__)
