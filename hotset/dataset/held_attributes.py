@@ -68,7 +68,6 @@ __all__ = ["Difference", "HeldAttributes", "Room", "cached_in", "datasets_in", "
 Counts = Callable[[Any, str], bool]
 
 _FILLED = (list, dict, set, deque, OrderedDict, defaultdict)  # and no subclasses: their methods may do more
-_CONTAINERS = (list, dict, set, deque, bytearray)
 _ENTERED = (list, tuple, dict, set, deque)
 _PLAIN = (bool, int, float, complex, str, bytes)
 _PLAIN_TYPES = frozenset({*_PLAIN, type(None)})
@@ -127,8 +126,8 @@ class _Seen(NamedTuple):
 
     Attributes:
         value: the value.
-        content: the bytes of an array, or of a container with all in it; of a container for which there was
-            no room, its length; otherwise None, and
+        content: the bytes of an array, or of a container with all in it; of a container or bytearray for
+            which there was no room, its length; otherwise None, and
         inner: its elements, and those of them that can be changed in place, by number.
     """
 
@@ -142,7 +141,7 @@ class _Seen(NamedTuple):
         if not issubclass(type(value), _ENTERED):
             content = content_of(value, room.bytes) if room.elements >= _EACH else None
             if content is None or not room.take(_EACH):
-                return None
+                return cls(value, length(value)) if issubclass(type(value), bytearray) else None
             room.bytes -= len(content)
             return cls(value, content)
         has_room = depth <= _DEPTH and room.take(length(value) + (_EACH if depth else 0))
@@ -169,10 +168,11 @@ class _Seen(NamedTuple):
             look = whole_content_of if issubclass(type(self.value), _ENTERED) else content_of
             return look(self.value, len(self.content)) == self.content
         assert self.inner is not None
-        before, inner = self.inner
-        return _same_elements(elements(self.value), before) and all(
-            each.is_as_it_was() for each in inner.values()
-        )
+        return self._has_its_elements() and all(each.is_as_it_was() for each in self.inner[1].values())
+
+    def _has_its_elements(self) -> bool:
+        """Whether a container holds the same objects, or equal numbers and texts, as it did."""
+        return self.inner is not None and _same_elements(elements(self.value), self.inner[0])
 
     def is_like(self, other: Any) -> bool:
         """Whether a list, dict or set holds the same objects, or equal numbers and texts."""
@@ -187,12 +187,14 @@ class _Seen(NamedTuple):
         return any(each.is_shared() for each in self.inner[1].values())
 
     def is_lost(self) -> bool:
-        """Whether the value is a container of which only the length or the bytes are known, and has changed.
+        """Whether the value is a container that has changed, and cannot be put back.
 
-        It cannot be put back.
+        Of some only the length or the bytes are known; and a subclass's methods may do more than fill it.
         """
-        known = self.content is not None and issubclass(type(self.value), _ENTERED)
-        return known and not self.is_as_it_was()
+        if self.content is not None:
+            may_be = isinstance(self.content, int) or issubclass(type(self.value), _ENTERED)
+            return may_be and not self.is_as_it_was()
+        return type(self.value) not in _FILLED and not self._has_its_elements()
 
     def put_back(self) -> None:
         """Have the value hold again what it held, as far as it can."""
@@ -201,7 +203,7 @@ class _Seen(NamedTuple):
                 put_content(self.value, self.content)
         elif self.inner is not None:
             before, inner = self.inner
-            if type(self.value) in _FILLED and not _same_elements(elements(self.value), before):
+            if type(self.value) in _FILLED and not self._has_its_elements():
                 _fill(self.value, before)
             for each in inner.values():
                 each.put_back()
@@ -239,13 +241,11 @@ class _Owner(NamedTuple):
         owner: the object.
         held: its attributes.
         seen: of those that can be changed in place, by name.
-        lengths: of its containers that cannot be filled again.
     """
 
     owner: Any
     held: dict[str, Any]
     seen: dict[str, _Seen]
-    lengths: list[int]
 
     @classmethod
     def of(cls, owner: Any, room: Room, counts: Counts) -> _Owner:
@@ -255,7 +255,7 @@ class _Owner(NamedTuple):
             with contextlib.suppress(Exception):  # of a stranger's code: it cannot be looked into
                 if (found := _Seen.of(value, room)) is not None:
                     seen[name] = found
-        return cls(owner, held, seen, _lengths(held))
+        return cls(owner, held, seen)
 
 
 def _is_its_own(owner: Any, name: str) -> bool:
@@ -328,9 +328,9 @@ class HeldAttributes:
 
     def put_back(self) -> None:
         """Set all attributes to what they were, with the elements that they had."""
-        for owner, held, seen, lengths in self._held:
+        for owner, held, seen in self._held:
             now = attributes_of(owner)
-            if now is None or _lengths(held) != lengths or any(each.is_lost() for each in seen.values()):
+            if now is None or any(each.is_lost() for each in seen.values()):
                 continue
             if any(issubclass(type(value), threading.Thread) and value.is_alive() for value in held.values()):
                 continue  # that thread may have set them, and wait for what it has set
@@ -362,7 +362,7 @@ class HeldAttributes:
         return [str(each) for each in self._differing()]
 
     def _differing(self) -> Iterator[Difference]:
-        for owner, held, seen, _ in self._held:
+        for owner, held, seen in self._held:
             kind, now = type(owner).__name__, attributes_of(owner)
             if now is None:  # it does not show them any more
                 yield Difference(kind, "__dict__", False)
@@ -475,12 +475,3 @@ def _fill(container: Any, before: list[Any]) -> None:
         container.update(before)
     else:
         container.extend(before)
-
-
-def _lengths(attributes: dict[str, Any]) -> list[int]:
-    """The length of each container that cannot be filled again."""
-    return [
-        length(value)
-        for value in attributes.values()
-        if issubclass(type(value), _CONTAINERS) and type(value) not in _FILLED
-    ]

@@ -315,21 +315,43 @@ def test_what_a_dataset_notes_of_its_reading_is_as_it_was(draws: bool) -> None:
     assert all(vars(dataset)[name] is value for name, value in held.items())
 
 
-def test_a_container_that_cannot_be_filled_again_is_left_with_what_describes_it() -> None:
-    class Bytes(Remembers):
-        def __init__(self) -> None:
-            super().__init__()
-            self.text = bytearray()
-            self.length = 0
+class Numbers(list[int]):
+    """A class of the user's, whose methods may do more than those of a list."""
 
-        def __getitem__(self, index: int) -> torch.Tensor:
-            assert self.length == len(self.text)
-            self.text += b"x"
-            self.length += 1
-            return super().__getitem__(index)
 
-    expected = list(DataLoader(Bytes(), batch_size=4))
-    with hotset.cache(Bytes(), memory="1MiB", key="x") as cached:
+class Bytes(Remembers):
+    """Says in another attribute how long its bytes are, of which there are too many to keep a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = bytearray(5 << 20)
+        self.length = len(self.bytes)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        assert self.length == len(self.bytes)
+        self.bytes += b"x"
+        self.length += 1
+        return super().__getitem__(index)
+
+
+class Newest(Remembers):
+    """Says in another attribute what its list holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.list = Numbers([0])
+        self.newest = 0
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        assert self.list == [self.newest]
+        self.list[0] = self.newest = index + 1  # planning reads sample 0 last
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("kind", [Bytes, Newest])
+def test_a_container_that_cannot_be_filled_again_is_left_with_what_describes_it(kind: Any) -> None:
+    expected = list(DataLoader(kind(), batch_size=4))
+    with hotset.cache(kind(), memory="1MiB", key="x") as cached:
         assert all(map(torch.equal, hotset.DataLoader(cached, batch_size=4), expected))
 
 
