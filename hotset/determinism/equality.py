@@ -107,7 +107,7 @@ def content_digests(sample: object) -> dict[str, bytes]:
 def _compare(a: Any, b: Any, where: str, entered: _Entered, across: bool) -> str | None:
     if type(a) is not type(b):
         return _at(where, _two_types(type(a), type(b)))
-    if a is b or (id(a), id(b)) in entered:
+    if a is b or _are_same_number_or_text(a, b) or (id(a), id(b)) in entered:
         return None
     found = _difference(a, b, where, entered, across)
     return None if isinstance(found, _Unknown) and _described_alike(a, b, across) else found
@@ -138,6 +138,13 @@ def _are_equal_plain(a: Any, b: Any) -> bool:
     if not _PLAIN.issuperset(kinds) or kinds != list(map(type, b)) or a != b:
         return False
     return float not in kinds or _floats(a) == _floats(b)  # 0.0 == -0.0
+
+
+def _are_same_number_or_text(a: Any, b: Any) -> bool:
+    kind = type(a)
+    if type(kind) is not type or kind not in _PLAIN:  # a class of another metaclass may have no hash
+        return False
+    return bool(a == b) and (kind is not float or _bits(a) == _bits(b))  # 0.0 == -0.0
 
 
 def _floats(values: Sequence[Any]) -> bytes:

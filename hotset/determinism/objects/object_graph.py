@@ -57,6 +57,7 @@ _LOGGERS = {logging.Logger, logging.RootLogger}
 _ATOMS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, range, torch.Tensor, np.ndarray} | _LOGGERS
 )
+_BARE = _ATOMS - {torch.Tensor} - _LOGGERS  # objects of these have no attributes
 # Classes of these hold none of the objects that are looked for, but for what users have put into them, and
 # have thousands of attributes.
 _LIBRARIES = sys.stdlib_module_names | {"PIL", "builtins", "datasets", "hotset", "numpy", "pyarrow", "torch"}
@@ -322,7 +323,7 @@ def attributes(obj: object) -> dict[str, Any]:
         {'size': 3}
     """
     found: dict[str, Any] = {}
-    if is_opaque(obj):
+    if is_opaque(obj) or type(obj) in _BARE:
         return found
     for name, slot in slots_of(obj).items():
         with contextlib.suppress(AttributeError, TypeError):  # it is unset, or of another class
