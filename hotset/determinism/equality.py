@@ -57,6 +57,7 @@ Array = npt.NDArray[Any]
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
 _WHOLE = (*_CODE, enum.Enum, PurePath)
 _ORDERED = (list, tuple, deque)
+_CONTAINERS = (dict, list, tuple)  # as such, these have no attributes
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 _MANY = 1_000  # values that have one digest together: a vocabulary's would take a minute
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -115,7 +116,7 @@ def _compare(a: Any, b: Any, where: str, entered: _Entered, across: bool) -> str
 
 def _difference(a: Any, b: Any, where: str, entered: _Entered, across: bool) -> str | None:
     """How two nodes of one type differ, themselves or in their children."""
-    if type(a) in (list, tuple, dict) and _are_equal_plain(a, b):
+    if type(a) in _CONTAINERS and _are_equal_plain(a, b):
         return None
     what = _own_difference(a, b)
     if what is not None:
@@ -189,6 +190,8 @@ def _described_alike(a: object, b: object, across: bool) -> bool:
 
 def _own_difference(a: Any, b: Any) -> str | None:
     """How two nodes of one type differ, apart from their children."""
+    if type(a) in _CONTAINERS:
+        return _keys_difference(list(a), list(b)) if type(a) is dict else _length_difference(a, b)
     if is_a(a, _WHOLE):
         return None if a == b else _two(a, b)
     if _is_image(a):
@@ -203,7 +206,7 @@ def _own_difference(a: Any, b: Any) -> str | None:
     if is_a(a, dict):
         return _keys_difference(list(a), list(b))
     if is_a(a, _ORDERED):
-        return None if len(a) == len(b) else f"lengths {len(a)} and {len(b)}"
+        return _length_difference(a, b)
     if is_a(a, (set, frozenset)):
         return None if {(type(x), x) for x in a} == {(type(x), x) for x in b} else _two(a, b)
     if is_a(a, (float, complex)):
@@ -216,6 +219,10 @@ def _own_difference(a: Any, b: Any) -> str | None:
         return None
     by_identity = getattr(type(a), "__eq__", None) is object.__eq__
     return _Unknown(_two(a, b)) if by_identity else _two(a, b)
+
+
+def _length_difference(a: Any, b: Any) -> str | None:
+    return None if len(a) == len(b) else f"lengths {len(a)} and {len(b)}"
 
 
 def _pickled_alike(a: object, b: object) -> bool:
@@ -246,10 +253,15 @@ def _equal(a: object, b: object) -> bool:
 
 def _children(node: Any) -> Iterator[tuple[str, Any]]:
     """The parts of a node, each with its label: ``['key']``, ``[3]`` or ``.name``."""
+    if type(node) in (list, tuple):  # most nodes
+        yield from ((f"[{i}]", value) for i, value in enumerate(node))
+        return
     if is_a(node, _WHOLE):
         return
     if is_a(node, dict):
         yield from ((f"[{shown(key)}]", value) for key, value in node.items())
+        if type(node) is dict:
+            return
     elif is_a(node, _ORDERED):
         names = getattr(type(node), "_fields", None)
         labels = [f".{name}" for name in names] if names else [f"[{i}]" for i in range(len(node))]
