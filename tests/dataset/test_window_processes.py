@@ -10,7 +10,6 @@ import itertools
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ import pytest
 import test_ranks
 from helpers import eventually, is_a_sentence, rarely, recorded
 from kills import gone
+from programs import Programs
 from resuming import through_a_checkpoint
 from sources import ReadLog, Samples, Stalling
 from test_ranks import Counted, Rank, make_cache, nonce
@@ -37,6 +37,7 @@ from hotset.policy.window import RunningWindow
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("patient")
 Start = Callable[..., Rank]
+Run = Callable[..., tuple[subprocess.CompletedProcess[str], list[int]]]
 folder, start = test_ranks.folder, test_ranks.start  # fixtures
 
 
@@ -283,8 +284,7 @@ def test_helpers_that_are_killed_again_and_again_make_no_sample_wrong() -> None:
 
 
 SCRIPT = """
-import itertools, os, sys, time
-sys.path[:0] = [{tests!r}, {tests!r} + "/dataset", {root!r}]
+import itertools, os, signal
 from samples import image_and_label
 from sources import Samples
 from test_window import tagged
@@ -306,26 +306,23 @@ if __name__ == "__main__":
 """
 
 
-def run(then: str) -> subprocess.Popen[str]:
-    script = SCRIPT.format(tests=str(ROOT / "tests"), root=str(ROOT), then=then)
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+@pytest.fixture
+def run(programs: Programs, tmp_path: Path) -> Run:
+    """A function that runs a program with helpers, and returns how it ended and which children it had."""
+
+    def run(then: str, **how: bool) -> tuple[subprocess.CompletedProcess[str], list[int]]:
+        path = tmp_path / "program.py"
+        path.write_text(textwrap.dedent(SCRIPT.format(then=then)))
+        done = programs.run([str(path)], ROOT, {"OMP_NUM_THREADS": "1"}, **how)
+        return done, [int(pid) for pid in done.stdout.split()]
+
+    return run
 
 
-def test_a_killed_main_process_leaves_nothing() -> None:
-    running = run("pass")
-    try:
-        assert running.stdout is not None
-        children = [int(pid) for pid in running.stdout.readline().split()]
-        assert len(children) >= 2, "helpers, at least"
-    finally:
-        running.kill()
-        running.communicate()
+def test_a_killed_main_process_leaves_nothing(run: Run) -> None:
+    done, children = run("os.kill(os.getpid(), signal.SIGKILL)")
+    assert done.returncode == -signal.SIGKILL
+    assert len(children) >= 2, "helpers, at least"
     assert eventually(lambda: all(gone(pid) for pid in children))
     assert eventually(lambda: hotset.cache(Samples(tagged, 3)).close() is None and not _memory_held())
 
@@ -335,12 +332,10 @@ def _memory_held() -> list[str]:
     return [path.name for path in listed if path.suffix == ".json"]
 
 
-def test_the_end_of_the_program_is_the_end_of_its_helpers() -> None:
-    running = run("return")
-    said, errors = running.communicate(timeout=200)
-    children = [int(pid) for pid in said.split()]
+def test_the_end_of_the_program_is_the_end_of_its_helpers(run: Run) -> None:
+    done, children = run("return", ends_whole=True)
     assert children
-    assert (running.returncode, errors) == (0, "")
+    assert (done.returncode, done.stderr) == (0, "")
     assert eventually(lambda: all(gone(pid) for pid in children))
 
 
