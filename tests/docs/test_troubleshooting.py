@@ -47,9 +47,7 @@ COMPOSED: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     ("dataset/fill_now.py", "fill_now"): (),
     ("memoize/calls.py", "Calls._tell"): (),
-    ("dataset/planning/planner.py", "_plan_by_reading"): (
-        "dataset/planning/lost_threads.py:polars_was_begun",
-    ),
+    ("dataset/planning/planner.py", "_read"): ("dataset/planning/lost_threads.py:polars_was_begun",),
     ("dataset/prefetch/pool.py", "PrefetchPool._warn"): (),
     ("dataset/sample_access.py", "SampleAccess.receive"): (
         "dataset/source_reader.py:SourceReader._read_alone",

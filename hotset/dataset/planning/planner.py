@@ -134,36 +134,95 @@ def make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) -> 
         NotCacheable, ArgumentError, QuantityError: see :func:`hotset.cache`.
         NotShared: ``session`` was given, but no other process could recognise what is cached.
     """
-    unread = HeldAttributes(pipeline.dataset, _steps(pipeline), libraries=True)
+    dataset, session = pipeline.dataset, options.session
+    limit, warned = memory_limit(options)
+    held = held_by_others(session, limit)
+    unread = HeldAttributes(dataset, _steps(pipeline), libraries=True)
     try:
         # On a busy machine, a transform's time would be the time that torch's threads wait for each other.
-        result = one_thread(lambda: _plan_by_reading(pipeline, options, identity, unread))
+        read = one_thread(lambda: _read(pipeline, options, limit - held))
     finally:
         unread.put_back()
-    if isinstance(pipeline.dataset, StreamSource):
-        return _plan_of_stream(pipeline.dataset, result, alone=bool(identity.unknowns))
+    found = identity.fingerprint(pipeline, read.choice.cuts, read.source)
+    if found.unknowns and session is not None:
+        raise NotShared(unshareable(found.unknowns))
+    sizes, limit, sentences = window_sizes(options, len(dataset), read.sample_bytes, limit)
+    plan = Plan(
+        name=pipeline.name,
+        fingerprint=found.digest,
+        rows=read.rows(),
+        samples=len(dataset),
+        sample_bytes=read.sample_bytes,
+        sample_seconds=read.probed.seconds,
+        refused=read.refused,
+        limit=limit,
+        window=sizes,
+        spill=_spill_folder(options),
+        audited=not read.believed and not read.source.batched,
+        notes=(*read.notes, *found.notes, *([unshareable(found.unknowns)] if found.unknowns else [])),
+        warnings=(*warned, *read.warnings, *sentences),
+        held=held,
+    )
+    plan = _advised(plan, session, file_bytes(dataset, spread(len(dataset), _PROBED)))
+    result = PlanResult(plan, read.source, read.choice.cuts, read.schema, {"moved": read.moved})
+    if isinstance(dataset, StreamSource):
+        return _plan_of_stream(dataset, result, alone=bool(identity.unknowns))
     return result
 
 
-def _plan_by_reading(
-    pipeline: Pipeline, options: CacheOptions, identity: Identity, unread: HeldAttributes
-) -> PlanResult:
-    """Read, put the dataset's attributes back to what they were ``unread``, and describe what was found."""
+class _Read(NamedTuple):
+    """What reading a few samples has shown.
+
+    Attributes:
+        choice, source: where the chains are cut, and the dataset cut so.
+        probed: what the probe of that source saw.
+        schema: the schema of the samples; None if none of them can be cached.
+        sample_bytes: the mean bytes of their records.
+        refused: the share of them that cannot be cached, 0 to 1.
+        believed: whether a declaration is believed against what the probe saw.
+        moved: the attributes that reading changes.
+        notes, warnings: sentences for the plan.
+    """
+
+    choice: CutChoice
+    source: Source
+    probed: Probe
+    schema: Schema | None
+    sample_bytes: int
+    refused: float
+    believed: bool
+    moved: list[str]
+    notes: list[str]
+    warnings: list[str]
+
+    def rows(self) -> tuple[Row, ...]:
+        """The plan's."""
+        first, *steps = self.choice.rows
+        if steps:
+            return self.choice.rows
+        # Without transforms, nothing was measured as they were cut.
+        return (first._replace(seconds=self.probed.seconds, bytes=self.sample_bytes or None),)
+
+
+def _read(pipeline: Pipeline, options: CacheOptions, limit: int) -> _Read:
+    """Read a few samples, whose attributes the caller puts back.
+
+    Args:
+        limit: the bytes that the cache may take now.
+
+    Raises:
+        NotCacheable, ArgumentError: see :func:`hotset.cache`.
+    """
     dataset, name = pipeline.dataset, pipeline.name
-    limit, warned = memory_limit(options)
-    held = held_by_others(options.session, limit)
     compared = HeldAttributes(dataset, _steps(pipeline), Room.larger())
     had_polars = has_threads("polars")
-    choice, source, probed = _decide(pipeline, options, limit - held)
+    choice, source, probed = _decide(pipeline, options, limit)
+    warned: list[str] = []
     if not had_polars and has_threads("polars"):
         warned.append(polars_was_begun(name))
     # With a live part, samples are read one by one, otherwise in batches: see hotset.store.leaves.array_leaf.
     schema, sample_bytes, refused = _infer_schema(probed.samples, keep_order=bool(source.live))
-    draws_live = any(not row.cached and row.kind != "deterministic" for row in choice.rows)
-    draws_live &= not isinstance(dataset, StreamSource)  # it records what its workers have read
-    judged, believed = judge_source(dataset, source, probed, stored=schema is not None, draws_live=draws_live)
-    if isinstance(dataset, StreamSource) and not believed:
-        judged = []  # it keeps its first samples, so they are alike: the note of its own probe tells more
+    judged, believed = _judged(dataset, choice, source, probed, stored=schema is not None)
     notes = [*choice.notes, *judged, *_notes_on_checks(source)]
     share = 0.0
     if schema is None:
@@ -174,34 +233,22 @@ def _plan_by_reading(
             f"{len(refused)} of the {len(probed.samples)} samples that were read cannot be cached, and come "
             f"from the source for each use: {refused[0]}"
         )
-    sizes, limit, sentences = window_sizes(options, len(dataset), sample_bytes, limit)
-    rows = choice.rows
-    if len(rows) == 1:  # without transforms, nothing was measured yet
-        rows = (rows[0]._replace(seconds=probed.seconds, bytes=sample_bytes or None),)
     moved = compared.moved()
     refuse_if_in_order(dataset, probed, moved)
-    unread.put_back()
-    found = identity.fingerprint(pipeline, choice.cuts, source)
-    if found.unknowns and options.session is not None:
-        raise NotShared(unshareable(found.unknowns))
-    plan = Plan(
-        name=name,
-        fingerprint=found.digest,
-        rows=rows,
-        samples=len(dataset),
-        sample_bytes=sample_bytes,
-        sample_seconds=probed.seconds,
-        refused=share,
-        limit=limit,
-        window=sizes,
-        spill=_spill_folder(options),
-        audited=not believed and not source.batched,
-        notes=(*notes, *found.notes, *([unshareable(found.unknowns)] if found.unknowns else [])),
-        warnings=(*warned, *sentences),
-        held=held,
-    )
-    plan = _advised(plan, options.session, file_bytes(dataset, spread(len(dataset), _PROBED)))
-    return PlanResult(plan, source, choice.cuts, schema, {"moved": moved})
+    return _Read(choice, source, probed, schema, sample_bytes, share, believed, moved, notes, warned)
+
+
+def _judged(
+    dataset: Any, choice: CutChoice, source: Source, probed: Probe, *, stored: bool
+) -> tuple[list[str], bool]:
+    """As :func:`judge_source`, also of a stream."""
+    if not isinstance(dataset, StreamSource):
+        draws_live = any(not row.cached and row.kind != "deterministic" for row in choice.rows)
+        return judge_source(dataset, source, probed, stored=stored, draws_live=draws_live)
+    # It records what its workers have read, so how these seed generators does not matter.
+    judged, believed = judge_source(dataset, source, probed, stored=stored, draws_live=False)
+    # It keeps its first samples, so they are alike: the note of its own probe tells more.
+    return judged if believed else [], believed
 
 
 def _steps(pipeline: Pipeline) -> list[Any]:
