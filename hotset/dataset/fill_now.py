@@ -11,7 +11,7 @@ It ends as soon as the cache is full, as what is read after that could not be st
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from hotset.dataset.sample_access import SampleAccess
 from hotset.errors import ArgumentError
 from hotset.store.claims import Ids
 
-__all__ = ["fill_now", "require_worker_count"]
+__all__ = ["fill_now", "loader_of_items", "require_worker_count"]
 
 _PART = 64
 
@@ -94,8 +94,13 @@ def _each(parts: _Parts, num_workers: int) -> Iterator[_Done]:
     if not num_workers:
         yield from map(parts.__getitem__, range(len(parts)))
         return
-    yield from DataLoader(
-        parts,
+    yield from loader_of_items(parts, num_workers)
+
+
+def loader_of_items(dataset: Dataset[Any], num_workers: int) -> DataLoader[Any]:
+    """A loader that gives item by item, and whose workers die with this process."""
+    return DataLoader(
+        dataset,
         batch_size=None,
         num_workers=num_workers,
         worker_init_fn=parent_death_signal().arm_in_worker,

@@ -20,8 +20,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import get_worker_info
 
 from hotset._progress import filling_bar
 from hotset._warnings import warn
@@ -29,8 +28,7 @@ from hotset.dataset.arguments import CacheArguments
 from hotset.dataset.cached_dataset import current_of
 from hotset.dataset.current_cache import Make
 from hotset.dataset.dataset_proxy import DatasetProxy
-from hotset.dataset.fill_now import require_worker_count
-from hotset.dataset.parent_death import parent_death_signal
+from hotset.dataset.fill_now import loader_of_items, require_worker_count
 from hotset.dataset.plan import Plan
 from hotset.dataset.stats import Stats, stats_of
 from hotset.dataset.streams.libraries import is_hugging_face
@@ -186,18 +184,10 @@ class CachedStream(DatasetProxy[T]):
             return
         recording = followed_passes(self).recording(num_workers, 64)
         recording.silent = True
-        # The generator: workers' seeds must not be drawn from the program's.
-        loader = DataLoader(
-            recording,
-            batch_size=None,
-            num_workers=num_workers,
-            worker_init_fn=parent_death_signal().arm_in_worker,
-            generator=torch.Generator(),
-        )
         store = current_of(self._hotset_passes.cached).store
         number = 0
         with filling_bar(self._hotset_passes.name, None, progress) as show:
-            for number, _ in enumerate(loader, 1):
+            for number, _ in enumerate(loader_of_items(recording, num_workers), 1):
                 if number % 64 == 0 and store is not None:
                     show(number, store.stored_bytes)
             if store is not None:
