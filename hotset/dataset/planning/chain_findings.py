@@ -189,34 +189,34 @@ class ChainJudge:
         name, chain = self.pipeline.attributes[number]
         unknown = ChainFindings(chain)
         values = [value for recorder in recorders for value in recorder.inputs]
-        irregular = any(recorder.irregular for recorder in recorders)
-        if name not in TRANSFORM_NAMES and not values and not irregular:
+        refused = [named for recorder in recorders for named in recorder.refused]
+        if name not in TRANSFORM_NAMES and not values and not refused:
             return unknown._replace(whole=True, calls=0)
-        if self._is_called_for_each(number):
-            first = recorders[0].inputs
-            findings = ChainFindings(chain, self._split(chain, values), values, calls=len(first))
-            return self._whole_if_used(self._measured(findings, first), number)
-        if irregular:
+        if refused:
             why = f"{self.class_name} calls its {name} with keywords"
-            calls = [each for recorder in recorders for each in recorder.refused]
-            return self.keep_whole(unknown, number, why, [lambda keywords: chain(**keywords)], calls)
+            return self.keep_whole(unknown, number, why, [lambda keywords: chain(**keywords)], refused)
         # A chain that cannot be cut is tried as well: if it is random, it must not be cached as a whole.
         findings = ChainFindings(chain, self._split(chain, values), values) if values else unknown
-        times = {len(recorder.inputs) for recorder in recorders}
-        why = ""
-        if not values:
-            why = f"{self.class_name} does not call its {name}"
-        elif len(times) > 1:
-            why = f"{self.class_name} calls its {name} more often for some samples than for others"
-        elif (
-            times != {1}
-            or isinstance(self.sample, Exception)
-            or find_paths(self.sample, recorders[0]) is None
-        ):
-            why = f"{self.class_name} processes the results of its {name} further, or gives it several values"
+        why = self._why_not_cut(number, recorders)
         if why:
-            return self.keep_whole(findings, number, why)
-        return self._whole_if_used(self._measured(findings, values[:1]), number)
+            return self.keep_whole(findings, number, f"{self.class_name} {why}")
+        first = recorders[0].inputs
+        return self._whole_if_used(self._measured(findings._replace(calls=len(first)), first), number)
+
+    def _why_not_cut(self, number: int, recorders: Sequence[Recorder]) -> str:
+        """What the dataset does with a chain so that it cannot be cut; empty if it can."""
+        name = self.pipeline.attributes[number].name
+        times = {len(recorder.inputs) for recorder in recorders}
+        if times == {0}:
+            return f"does not call its {name}"
+        if self._is_called_for_each(number):
+            return ""
+        if len(times) > 1:
+            return f"calls its {name} more often for some samples than for others"
+        is_read = not isinstance(self.sample, Exception)
+        if times == {1} and is_read and find_paths(self.sample, recorders[0]) is not None:
+            return ""
+        return f"processes the results of its {name} further, or gives it several values"
 
     def _whole_if_used(self, findings: ChainFindings, number: int) -> ChainFindings:
         """Keep a chain whole that the dataset's code may call again, or go on without, if only rarely.

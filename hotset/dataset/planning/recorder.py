@@ -38,7 +38,8 @@ class Recorder(Chain):
     Attributes:
         inputs: for each call the value, :class:`Values`, or the dict of values that were given by name.
         keywords: for each call these names; none for values without names.
-        refused: the arguments of each call that it refuses: with names that its chain does not return.
+        refused: the arguments of each call that it refuses: with names that its chain does not return, or
+            without a value.
         first_called, last_called: when it was called, to tell which of two chains comes first.
         callers: for each call, where it came from.
         outputs: for each call what was returned.
@@ -59,11 +60,6 @@ class Recorder(Chain):
         self.seconds = 0.0
         self._last: Any = None
         self._times_last = 0
-
-    @property
-    def irregular(self) -> bool:
-        """Whether it was called with names that its chain does not return, or without a value."""
-        return bool(self.refused)
 
     def __call__(self, *values: Any, **named: Any) -> Any:
         if bool(named) == bool(values) or (named and not self._takes_names):
@@ -116,7 +112,7 @@ def recorded(
     try:
         return twin[index], recorders
     except own_errors() as error:
-        if any(recorder.irregular for recorder in recorders) or all(r.outputs for r in named.values()):
+        if any(recorder.refused for recorder in recorders) or all(r.outputs for r in named.values()):
             return error, recorders
         raise
     finally:
@@ -130,7 +126,7 @@ def _as_new(value: Any) -> Any:
 
 def find_paths(sample: Any, recorder: Recorder) -> tuple[SamplePath, ...] | None:
     """The path of each of a chain's results in the sample; None unless each is there exactly once."""
-    if recorder.irregular or not recorder.outputs or len(recorder.outputs) < len(recorder.inputs):
+    if recorder.refused or not recorder.outputs or len(recorder.outputs) < len(recorder.inputs):
         return None
     results: list[Any] = []
     if len(set(recorder.keywords)) > 1:
