@@ -28,10 +28,11 @@ from hotset.dataset.arguments import CacheOptions
 from hotset.dataset.held_attributes import HeldAttributes, Room
 from hotset.dataset.identity import Identity, NotShared, unshareable
 from hotset.dataset.pipeline import Cuts, Pipeline, Source
-from hotset.dataset.plan import Plan, Row, file_bytes, remedies
+from hotset.dataset.plan import Plan, Row
 from hotset.dataset.planning.cut_search import CutChoice, choose
 from hotset.dataset.planning.lost_threads import has_threads, polars_was_begun
 from hotset.dataset.planning.memory_budget import held_by_others, memory_limit, window_sizes
+from hotset.dataset.planning.remedies import file_bytes, remedies
 from hotset.dataset.planning.source_judgement import judge_source, refuse_if_in_order
 from hotset.dataset.source_reader import seconds_in_groups, spread
 from hotset.dataset.streams.libraries import has_shuffle
