@@ -40,7 +40,6 @@ from hotset.dataset.arguments import CacheArguments
 from hotset.dataset.content_watch import ContentWatch
 from hotset.dataset.held_attributes import Difference, HeldAttributes
 from hotset.dataset.sample_access import SampleAccess
-from hotset.dataset.streams.source import StreamSource
 from hotset.dataset.transform_attributes import CopiedAttributes, Snapshot, names_transforms
 from hotset.determinism.declare import declaration_of, declared
 
@@ -138,7 +137,7 @@ class Changes:
         self._read = CopiedAttributes(access.source.dataset, dataset)
         # Its user says what samples depend on, so that nothing is compared.
         self._is_believed = declared(dataset) == "deterministic" or arguments.key is not None
-        is_compared = access.any_store is not None and not isinstance(dataset, StreamSource)
+        is_compared = access.any_store is not None and not access.plan.stream
         self._content: ContentWatch | None = None
         if is_compared and not self._is_believed and get_worker_info() is None:
             self._content = ContentWatch(dataset, access)
@@ -200,7 +199,7 @@ class Changes:
 
     def _of_length(self) -> Change | None:
         """The length; a stream has none to compare, and a window's is that of its residents."""
-        if self._access.window is not None or isinstance(self._dataset, StreamSource):
+        if self._access.window is not None or self._access.plan.stream:
             return None
         before, now = self._access.plan.samples, len(self._dataset)
         event = f"changed from {before:,} to {now:,}"
