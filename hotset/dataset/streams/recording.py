@@ -19,6 +19,7 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hotset.dataset.cached_dataset import CachedDataset, current_of
+from hotset.dataset.pipeline import Source
 from hotset.dataset.streams.libraries import is_node, run
 from hotset.dataset.streams.probe import StreamFacts, held_by_run
 from hotset.determinism.draws import entropy
@@ -131,7 +132,7 @@ class StreamRecording(IterableDataset[Any]):
         try:
             for number, value in enumerate(_values(source, samples)):
                 if not number:
-                    recorder.watch(samples)
+                    recorder.draws.begin(samples)
                 recorder.take(value)
                 if number < passed:
                     continue
@@ -162,6 +163,39 @@ def _values(source: Any, samples: Iterator[Any]) -> Iterator[Any]:
         yield value
 
 
+class _Draws:
+    """Tells whether a run of a stream draws random numbers since the loader had its last sample.
+
+    Watched are the cached transforms and what has drawn nothing as the stream was probed.
+    """
+
+    def __init__(self, facts: StreamFacts, source: Source, stream: Any) -> None:
+        self._facts, self._stream = facts, stream
+        self._holders = [*([source.prefix] if source.prefix else []), *([] if facts.draws else [stream])]
+        self._generators = Generators(self._holders) if self._holders else None
+        self._entropy: int | None = None  # that was taken up to then; None if that does not count
+
+    def begin(self, samples: Iterator[Any]) -> None:
+        """The run has given its first sample: watch also the generators that it holds itself."""
+        if self._facts.own:
+            self._generators = Generators([*self._holders, *held_by_run(samples, self._stream)])
+        if not self._facts.entropy:
+            self._entropy = entropy.taken()
+
+    def any(self) -> bool:
+        """Whether it has drawn some."""
+        if self._entropy is not None and entropy.taken() != self._entropy:
+            return True
+        return self._generators is not None and self._generators.any_moved
+
+    def note(self) -> None:
+        """From here on, compare with the present states."""
+        if self._generators is not None:
+            self._generators.note()
+        if self._entropy is not None:
+            self._entropy = entropy.taken()
+
+
 class _PartRecorder:
     """Records one part of a stream, as this process gives it.
 
@@ -180,13 +214,14 @@ class _PartRecorder:
 
     Attributes:
         parts: how far all parts are recorded.
+        draws: tells whether reading draws random numbers.
         records: whether to record: not if another process records this part, nor beyond what can be kept.
     """
 
     def __init__(
         self,
         store: Store,
-        source: Any,
+        source: Source,
         stream: Any,
         part: int,
         number: int,
@@ -208,27 +243,7 @@ class _PartRecorder:
         # Not by the number of parts: a process that divides the stream anew has none for a moment.
         self._kept = self.parts.kept_of(part) if self._generation is not None else 0
         self._position = 0
-        self._facts = StreamFacts.of(store)
-        self._watched = [source.prefix] if source.prefix else []
-        if not self._facts.draws:
-            self._watched.append(stream)
-        self._stream = stream
-        self._generators = Generators(self._watched) if self._watched else None
-        self._entropy = -1
-
-    def watch(self, samples: Iterator[Any]) -> None:
-        """Also watch the generators that the run itself holds; called when it has given its first sample."""
-        if self._facts.own:
-            self._generators = Generators([*self._watched, *held_by_run(samples, self._stream)])
-        if not self._facts.entropy:
-            self._entropy = entropy.taken()
-
-    @property
-    def _drew(self) -> bool:
-        """Whether reading has drawn random numbers since the loader had its last sample."""
-        if self._entropy >= 0 and entropy.taken() != self._entropy:
-            return True
-        return self._generators is not None and self._generators.any_moved
+        self.draws = _Draws(StreamFacts.of(store), source, stream)
 
     @property
     def _is_current(self) -> bool:
@@ -257,12 +272,8 @@ class _PartRecorder:
 
     def resume(self) -> None:
         """Compare with the present states from here on: the loader may have drawn since the last sample."""
-        if self._held:
-            return
-        if self._generators is not None:
-            self._generators.note()
-        if self._entropy >= 0:
-            self._entropy = entropy.taken()
+        if not self._held:
+            self.draws.note()
 
     def flush(self) -> None:
         """Record the samples that were taken last."""
@@ -270,7 +281,7 @@ class _PartRecorder:
         self.records = self.records and self._owns
         if not held or not self.records:
             return
-        if self._drew:
+        if self.draws.any():
             self._stop(DREW)
             return
         begin = time.perf_counter_ns()
