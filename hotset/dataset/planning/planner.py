@@ -15,10 +15,7 @@ would not find their common cache. The rank that makes the cache stores its find
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import os
-import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -34,8 +31,8 @@ from hotset.dataset.planning.lost_threads import has_threads, polars_was_begun
 from hotset.dataset.planning.memory_budget import held_by_others, memory_limit, window_sizes
 from hotset.dataset.planning.remedies import file_bytes, remedies
 from hotset.dataset.planning.source_judgement import judge_source, refuse_if_in_order
+from hotset.dataset.planning.stream_plan import plan_of_stream
 from hotset.dataset.source_reader import seconds_in_groups, spread
-from hotset.dataset.streams.libraries import has_shuffle
 from hotset.dataset.streams.source import StreamSource
 from hotset.determinism.chain import leaves
 from hotset.determinism.declare import declared
@@ -56,9 +53,6 @@ __all__ = ["PlanResult", "found_plan", "joined_plan", "make_plan"]
 
 _PROBED = 8
 _PROBE_SECONDS = 1.0
-_SPARE_IDS = 4096
-_SHUFFLES_LEFT_OUT = "; its shuffles were left out of these runs"
-_BYTES_PER_ID = 128  # of a stream's room, a sixteenth at most is index
 
 
 class PlanResult(NamedTuple):
@@ -165,10 +159,12 @@ def make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) -> 
         held=held,
     )
     plan = _advised(plan, session, file_bytes(dataset, spread(len(dataset), _PROBED)))
-    result = PlanResult(plan, read.source, read.choice.cuts, read.schema, {"moved": read.moved})
+    metadata: dict[str, Any] = {"moved": read.moved}
     if isinstance(dataset, StreamSource):
-        return _plan_of_stream(dataset, result, alone=bool(identity.unknowns))
-    return result
+        stride = read.schema.stride if read.schema is not None else 1
+        plan, facts = plan_of_stream(dataset, plan, stride, alone=bool(identity.unknowns))
+        metadata["stream"] = facts._asdict()
+    return PlanResult(plan, read.source, read.choice.cuts, read.schema, metadata)
 
 
 class _Read(NamedTuple):
@@ -270,39 +266,6 @@ def _notes_on_checks(source: Source) -> list[str]:
             "this processor may reorder stores, so each read of the cache is verified, which costs time"
         )
     return notes
-
-
-def _plan_of_stream(stream: StreamSource, result: PlanResult, *, alone: bool) -> PlanResult:
-    """The plan of a stream, from a plan that was made with its first samples.
-
-    The cache has room for as many sample ids as records fit, twice: ids count through all parts, and some
-    parts are longer than others.
-
-    Args:
-        stream: the stream.
-        result: the plan.
-        alone: whether no other process can use the cache.
-    """
-    probed, plan = stream.probe(), result.plan
-    shuffles = has_shuffle(stream.stream)
-    room = plan.limit
-    if plan.spill is not None:
-        with contextlib.suppress(OSError):
-            room += shutil.disk_usage(os.path.dirname(plan.spill) or "/").free
-    size = max(plan.sample_bytes, result.schema.stride if result.schema is not None else 1)
-    first, *steps = plan.rows
-    plan = replace(
-        plan,
-        samples=min(2 * room // size, room // _BYTES_PER_ID) + _SPARE_IDS,
-        sample_seconds=plan.sample_seconds + probed.seconds,
-        rows=(first._replace(name=stream.name, seconds=probed.seconds), *steps),
-        audited=False,
-        stream=True,
-        notes=(probed.note + (_SHUFFLES_LEFT_OUT if shuffles else ""), *plan.notes),
-        warnings=(*plan.warnings, *((probed.warning,) if probed.warning is not None else ())),
-    )
-    facts = probed.facts._replace(shuffled=probed.facts.shuffled or shuffles, alone=alone)
-    return result._replace(plan=plan, metadata={**result.metadata, "stream": facts._asdict()})
 
 
 def found_plan(result: PlanResult, session: Session, left: int) -> PlanResult:

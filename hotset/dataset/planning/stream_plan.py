@@ -1,0 +1,51 @@
+"""The plan of a stream: one that was made with its first samples, and what the stream's own probe adds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from dataclasses import replace
+
+from hotset.dataset.plan import Plan
+from hotset.dataset.streams.libraries import has_shuffle
+from hotset.dataset.streams.probe import StreamFacts
+from hotset.dataset.streams.source import StreamSource
+
+__all__ = ["plan_of_stream"]
+
+_SPARE_IDS = 4096
+_SHUFFLES_LEFT_OUT = "; its shuffles were left out of these runs"
+_BYTES_PER_ID = 128  # of a stream's room, a sixteenth at most is index
+
+
+def plan_of_stream(stream: StreamSource, plan: Plan, stride: int, *, alone: bool) -> tuple[Plan, StreamFacts]:
+    """The plan of a stream, from one that was made with its first samples; and what its passes need to know.
+
+    The cache has room for as many sample ids as records fit, twice: ids count through all parts, and some
+    parts are longer than others.
+
+    Args:
+        stream: the stream.
+        plan: the plan.
+        stride: bytes of the fixed part of a record.
+        alone: whether no other process can use the cache.
+    """
+    probed = stream.probe()
+    shuffles = has_shuffle(stream.stream)
+    room = plan.limit
+    if plan.spill is not None:
+        with contextlib.suppress(OSError):
+            room += shutil.disk_usage(os.path.dirname(plan.spill) or "/").free
+    first, *steps = plan.rows
+    plan = replace(
+        plan,
+        samples=min(2 * room // max(plan.sample_bytes, stride), room // _BYTES_PER_ID) + _SPARE_IDS,
+        sample_seconds=plan.sample_seconds + probed.seconds,
+        rows=(first._replace(name=stream.name, seconds=probed.seconds), *steps),
+        audited=False,
+        stream=True,
+        notes=(probed.note + (_SHUFFLES_LEFT_OUT if shuffles else ""), *plan.notes),
+        warnings=(*plan.warnings, *((probed.warning,) if probed.warning is not None else ())),
+    )
+    return plan, probed.facts._replace(shuffled=probed.facts.shuffled or shuffles, alone=alone)
