@@ -118,18 +118,12 @@ class ContentWatch:
         self._read_before = self._access.read_here
         self._is_held = False
         self._defaults = _torch_defaults()
-        self._look_inside()
-        self._look_around()
+        self._comparing.run(self._look)
 
-    def _look_inside(self) -> None:
-        self._held = self._comparing.run(
-            lambda: HeldAttributes(self._dataset, self._cached, Room(outermost=False), self._counts)
-        )
-
-    def _look_around(self) -> None:
-        self._around = self._comparing.run(  # what its code uses besides
-            lambda: HeldAttributes(None, room=Room(outermost=False), others=self._outer)
-        )
+    def _look(self) -> None:
+        self._inside = HeldAttributes(self._dataset, self._cached, Room(outermost=False), self._counts)
+        # What its code uses besides.
+        self._around = HeldAttributes(None, room=Room(outermost=False), others=self._outer)
 
     def hold(self) -> None:
         """What has changed up to now counts, even if a pass ends before it is asked for."""
@@ -160,18 +154,15 @@ class ContentWatch:
         return self._comparing.run(lambda: self._change_here(shared, computed))
 
     def _change_here(self, shared: bool, computed: bool) -> Difference | None:
-        held = self._held
-        found = held.changed(shared=shared, computed=computed) if held is not None else None
-        if shared or (found is not None and (not found.is_computed or self._samples_differ())):
+        found = self._inside.changed(shared=shared, computed=computed)
+        if shared or (found is not None and not found.is_computed):
             return found
-        if found is not None:
-            self._look_inside()
-        found = self._around.changed() if self._around is not None else None
-        # A global, or an attribute of a class, counts if it changes samples.
-        if found is not None and not self._samples_differ():
-            self._look_around()
-            return None
-        return found
+        # What was computed from others, a global, or an attribute of a class counts if it changes samples.
+        found = found or self._around.changed()
+        if found is None or self._samples_differ():
+            return found
+        self._look()
+        return None
 
     def _counts(self, owner: Any, name: str) -> bool:
         if f"{type(owner).__name__}.{name}" in self._access.moved or name.startswith("_hotset"):
