@@ -36,6 +36,7 @@ import torch
 from hotset.determinism.batch_transform import TakesBatches
 from hotset.determinism.batched import Batched
 from hotset.determinism.declare import declared
+from hotset.determinism.objects.code_dependencies import package_of
 from hotset.determinism.objects.object_graph import attributes
 from hotset.determinism.objects.safe_access import has, is_a, values_of
 
@@ -169,7 +170,7 @@ def library_of(obj: object) -> Any | None:
     """
     origins: Iterable[Any] = (obj,) if issubclass(type(obj), _FUNCTIONS) else type(obj).__mro__
     for origin in origins:
-        module = _MODULES.get(_package(origin))
+        module = _MODULES.get(package_of(origin))
         if module is not None:
             return importlib.import_module(f"hotset.determinism.libraries.{module}")
     return None
@@ -183,7 +184,7 @@ def ancestor(step: object, library: str) -> type | None:
         >>> ancestor(Mine(), "torch").__name__
         'ReLU'
     """
-    return next((cls for cls in type(step).__mro__ if _package(cls) == library), None)
+    return next((cls for cls in type(step).__mro__ if package_of(cls) == library), None)
 
 
 def replaced_method(step: object, base: type) -> str | None:
@@ -212,7 +213,7 @@ def doubtful_function(step: object, library: str) -> str | None:
     The library's own functions are defaults of its transforms, and count as deterministic.
     """
     for name, value in _held(attributes(step)):
-        if not callable(value) or is_a(value, _NO_FUNCTION) or _package(_origin(value)) == library:
+        if not callable(value) or is_a(value, _NO_FUNCTION) or package_of(_origin(value)) == library:
             continue
         verdict = verdict_of(value)
         if verdict.kind != "deterministic":
@@ -280,12 +281,6 @@ def _is_plain(value: Any) -> bool:
     if is_a(value, dict):
         return all(map(_is_plain, value.values()))
     return is_a(value, _PLAIN)
-
-
-def _package(origin: Any) -> str:
-    """The top-level package in which a function or class is defined; empty if it does not say."""
-    module = getattr(origin, "__module__", None)
-    return module.partition(".")[0] if isinstance(module, str) else ""
 
 
 def _origin(value: Any) -> object:

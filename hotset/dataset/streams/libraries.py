@@ -14,6 +14,8 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from hotset.determinism.objects.code_dependencies import package_of
+
 __all__ = ["has_shuffle", "is_hugging_face", "is_node", "may_reorder", "run", "without_order"]
 
 
@@ -107,4 +109,4 @@ def _is_shuffle(stage: Any) -> bool:
 
 
 def _is_of(package: str, thing: object) -> bool:
-    return any(cls.__module__.partition(".")[0] == package for cls in type(thing).__mro__)
+    return package in map(package_of, type(thing).__mro__)

@@ -37,6 +37,7 @@ from typing import Any
 from hotset.determinism.draws import entropy
 from hotset.determinism.draws.rng import KINDS, Generators
 from hotset.determinism.equality import differs
+from hotset.determinism.objects.code_dependencies import package_of
 from hotset.determinism.objects.near_attributes import Changed, NearAttributes, put_back
 from hotset.determinism.objects.safe_access import attributes_of
 
@@ -186,8 +187,6 @@ def _others_run() -> bool:
     """Whether another thread runs that may draw, or read the dataset."""
     here = threading.current_thread()
     return any(
-        each is not here
-        and _HARMLESS.fullmatch(each.name) is None
-        and type(each).__module__.partition(".")[0] != "tqdm"
+        each is not here and _HARMLESS.fullmatch(each.name) is None and package_of(type(each)) != "tqdm"
         for each in threading.enumerate()
     )

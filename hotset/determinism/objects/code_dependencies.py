@@ -33,6 +33,7 @@ __all__ = [
     "is_users",
     "loaded_globals",
     "names_in",
+    "package_of",
     "replaced_by_users",
     "source_of",
 ]
@@ -131,6 +132,17 @@ def is_users(value: Any) -> bool:
         names = getattr(sys.modules.get(str(name)), "__dict__", None)
     module = sys.modules.get(name) if isinstance(name, str) else None
     return module is not None and vars(module) is names and installed(str(name)) is None
+
+
+def package_of(origin: Any) -> str:
+    """The top-level package in which a class or function is defined; empty if it does not say.
+
+    Example:
+        >>> package_of(importlib.metadata.Distribution)
+        'importlib'
+    """
+    module = getattr(origin, "__module__", None)
+    return module.partition(".")[0] if isinstance(module, str) else ""
 
 
 def _called(value: Any) -> Any:

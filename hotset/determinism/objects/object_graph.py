@@ -34,6 +34,7 @@ from hotset.determinism.objects.code_dependencies import (
     is_users,
     loaded_globals,
     names_in,
+    package_of,
     replaced_by_users,
 )
 from hotset.determinism.objects.safe_access import UNSET, content_of_cell, is_opaque, shown, values_of
@@ -176,7 +177,7 @@ def _walk(
         found = issubclass(kind, kinds)
         if not found and (kind in _ATOMS or issubclass(kind, types.ModuleType)):
             continue
-        if depth and not hotsets and _package(node if issubclass(kind, _NAMED) else kind) == "hotset":
+        if depth and not hotsets and package_of(node if issubclass(kind, _NAMED) else kind) == "hotset":
             continue
         seen[id(node)] = node
         if depth and issubclass(kind, type):
@@ -189,11 +190,6 @@ def _walk(
                     continue
                 if code or not issubclass(type(child), _NAMED):
                     queue.append((path + label, child, depth + 1))
-
-
-def _package(origin: Any) -> str:
-    """The top-level package in which a class or function is defined."""
-    return str(origin.__module__).partition(".")[0]
 
 
 def _name(holder: Any) -> str:
@@ -214,7 +210,7 @@ def _reachable(node: Any, kinds: Kinds) -> Iterator[tuple[str, Any]]:
     if type(kind) is type and kind in _CONTAINERS:  # a built-in one, which has nothing else
         yield from _of_container(node, kinds)
         return
-    if str(kind.__module__).partition(".")[0] == "numba" and "__wrapped__" in (held := attributes(node)):
+    if package_of(kind) == "numba" and "__wrapped__" in (held := attributes(node)):
         # A compiled function holds the compiler, with tens of thousands of objects.
         yield "", held["__wrapped__"]
         return
@@ -239,7 +235,7 @@ def _reachable(node: Any, kinds: Kinds) -> Iterator[tuple[str, Any]]:
 
 
 def _of_class(cls: type) -> Iterator[tuple[str, Any]]:
-    held = replaced_by_users(vars(cls)) if _package(cls) in _LIBRARIES else list(vars(cls).items())
+    held = replaced_by_users(vars(cls)) if package_of(cls) in _LIBRARIES else list(vars(cls).items())
     for name, value in held:
         yield f".{name}", value
 
@@ -286,7 +282,7 @@ def _may_hold(value: Any, function: types.FunctionType) -> bool:
     if str(value.__module__) == function.__module__ or is_users(value):
         return True
     made = issubclass(type(value), types.FunctionType) and value.__closure__ is not None
-    return made and _package(value) not in _LIBRARIES
+    return made and package_of(value) not in _LIBRARIES
 
 
 def _of_container(node: Any, kinds: Kinds) -> Iterator[tuple[str, Any]]:
