@@ -30,12 +30,12 @@ from hotset.dataset.arguments import CacheArguments
 from hotset.dataset.current_cache import CurrentCache, Make
 from hotset.dataset.dataset_proxy import DatasetProxy
 from hotset.dataset.fill_now import fill_now, require_worker_count
-from hotset.dataset.held_attributes import cached_in
 from hotset.dataset.pipeline import SampleStopped, stopped
 from hotset.dataset.plan import Plan
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.special_methods import NOT_OF_SAMPLES, special_methods, with_special_methods
 from hotset.dataset.stats import Stats
+from hotset.dataset.wrapped_datasets import cached_in
 from hotset.determinism.objects.safe_access import has, loaded_class
 from hotset.errors import ArgumentError, SegmentError
 from hotset.store.claims import Ids

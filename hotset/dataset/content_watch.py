@@ -34,13 +34,15 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
 from hotset._warnings import warn
 from hotset.dataset.audit import first_difference
-from hotset.dataset.held_attributes import Difference, HeldAttributes, Room, datasets_in
+from hotset.dataset.held_attributes import Difference, HeldAttributes
+from hotset.dataset.held_values import Room
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.transform_attributes import (
     TRANSFORM_NAMES,
     owners_of_transforms,
     transform_attributes_of,
 )
+from hotset.dataset.wrapped_datasets import datasets_in
 from hotset.determinism.batched import Batched
 from hotset.determinism.chain import leaves
 from hotset.determinism.objects.code_dependencies import is_users

@@ -22,7 +22,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from hotset.dataset.arguments import CacheOptions
-from hotset.dataset.held_attributes import HeldAttributes, Room
+from hotset.dataset.held_attributes import HeldAttributes
+from hotset.dataset.held_values import Room
 from hotset.dataset.identity import Identity, NotShared, unshareable
 from hotset.dataset.pipeline import Cuts, Pipeline, Source
 from hotset.dataset.plan import Plan, Row

@@ -9,9 +9,9 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
 from hotset._interrupts import own_errors
 from hotset.dataset.format_transform import columns_with_gaps, format_of
-from hotset.dataset.held_attributes import datasets_in
 from hotset.dataset.pipeline import Source
 from hotset.dataset.transform_attributes import transform_attributes_of
+from hotset.dataset.wrapped_datasets import datasets_in
 from hotset.determinism.declare import declaration_of, declared
 from hotset.determinism.draws.probe import Probe, probe
 from hotset.determinism.draws.rng import Generators

@@ -28,7 +28,8 @@ from hotset.dataset.arguments import CacheArguments
 from hotset.dataset.cached_dataset import CachedDataset, current_of
 from hotset.dataset.content_watch import Comparing
 from hotset.dataset.current_cache import Make
-from hotset.dataset.held_attributes import Difference, HeldAttributes, Room
+from hotset.dataset.held_attributes import Difference, HeldAttributes
+from hotset.dataset.held_values import Room
 from hotset.dataset.streams.libraries import may_reorder
 from hotset.dataset.streams.probe import StreamFacts
 from hotset.dataset.streams.recording import StreamRecording, StreamRest
