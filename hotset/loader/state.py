@@ -346,8 +346,8 @@ def _require_same_data(saved: dict[str, Any], now: dict[str, Any]) -> None:
 
 def _require_same_order(saved: BatchCut, now: BatchCut, under_way: bool) -> None:
     if (saved.sampler, saved.batch_sampler) != (now.sampler, now.batch_sampler):
-        none = {"NoneType": "batch_size=None"}
-        theirs, ours = (none.get(cut.batch_sampler, cut.batch_sampler) for cut in (saved, now))
+        kinds = (saved.batch_sampler, now.batch_sampler)
+        theirs, ours = ("batch_size=None" if kind == "NoneType" else kind for kind in kinds)
         raise StateError(
             f"the state is from a loader with {theirs} over {saved.sampler}, and this one has {ours} over "
             f"{now.sampler}, which gives another order; use the same samplers."

@@ -74,6 +74,15 @@ def test_a_pass_of_samples_is_not_resumed_in_batches(cached: Any) -> None:
     assert f"with {alone}, and this one has {both}" in refusal(loader(None), loader(4))
 
 
+@pytest.mark.parametrize("size", [4, None])
+def test_a_state_whose_sampler_has_no_name_is_refused(cached: Any, size: int | None) -> None:
+    loader = hotset.DataLoader(cached, batch_size=size)
+    state = loader.state_dict()
+    state["cut"][1] = []
+    with pytest.raises(StateError, match="use the same samplers"):
+        loader.load_state_dict(state)
+
+
 def test_a_pass_of_samples_is_not_divided_anew_among_ranks(cached: Any) -> None:
     def loader(ranks: int) -> hotset.DataLoader[Any]:
         return hotset.DataLoader(cached, batch_size=None, sampler=DistributedSampler(cached, ranks, 0))
