@@ -27,7 +27,7 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from hotset.dataset.audit_budget import AuditBudget
-from hotset.dataset.held_attributes import HeldAttributes
+from hotset.dataset.held_attributes import HeldAttributes, outer_code
 from hotset.dataset.pipeline import Pipeline, Source
 from hotset.dataset.planning.recorder import recorded
 from hotset.determinism.aliasing import copied
@@ -68,6 +68,7 @@ class Audit:
         self._budget = AuditBudget(self._share)
         self._audits = 0
         self._generators: Generators | None = None
+        self._outside: list[Any] = []
         self.last_seconds = 0.0
 
     def due(self, hits: int, spent: Callable[[], float] = float) -> int | None:
@@ -108,7 +109,9 @@ class Audit:
         begun = time.monotonic()
         if self._generators is None:
             self._generators = Generators(self._source.read_parts)
-        held, states = _held(self._source, HeldAttributes.near), self._generators.states()
+            self._outside = outer_code(self._source.dataset, _steps_of(self._source))
+        held = HeldAttributes.near(self._source.dataset, _steps_of(self._source), self._outside)
+        states = self._generators.states()
         try:
             found = differs(cached, self._source.read(index), across=True)
             if not found:
@@ -137,7 +140,7 @@ class Audit:
             return f"the source returns another sample now (reading it again raised {type(error).__name__})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_process": 0, "_generators": None}
+        return {**self.__dict__, "_process": 0, "_generators": None, "_outside": []}
 
 
 def first_difference(source: Source, store: Store) -> str | None:
@@ -155,7 +158,8 @@ def first_difference(source: Source, store: Store) -> str | None:
     begun, varied = time.monotonic(), time.time_ns() * _GOLDEN
     positions = (0, len(cached) - 1, varied % len(cached), (varied >> 32) % len(cached))
     generators = Generators(source.read_parts)
-    held, states = _held(source, HeldAttributes), generators.states()
+    held = HeldAttributes(source.dataset, _steps_of(source), outside=True)
+    states = generators.states()
     try:
         for sample_id in dict.fromkeys(int(cached[position]) for position in positions):
             ids = np.array([sample_id])
@@ -176,9 +180,9 @@ def first_difference(source: Source, store: Store) -> str | None:
     return None
 
 
-def _held(source: Source, hold: Callable[[Any, list[Any]], HeldAttributes]) -> HeldAttributes:
-    """What reading may change: a file that it opens in the main process would be shared by forked workers."""
-    return hold(source.dataset, leaves((*source.inner, *source.prefix)))
+def _steps_of(source: Source) -> list[Any]:
+    """What reading calls. A file that it opens in the main process would be shared by forked workers."""
+    return leaves((*source.inner, *source.prefix))
 
 
 def _why_it_differs(source: Source, index: int) -> str:

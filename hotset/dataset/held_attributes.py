@@ -17,6 +17,9 @@ whoever has written its class. An object is left alone if a container in it cann
 meanwhile, as its attributes may describe the container, or if it has a thread of its own that runs (MONAI's
 ``SmartCacheDataset``).
 
+What their code keeps elsewhere is put back as well: a file that is opened once for each process may be in a
+global, in a class, in a dict of the module, or in what ``functools.lru_cache`` keeps.
+
 The audit reads a sample in the main process now and then, too, and puts back the attributes of the objects
 that are near (:meth:`HeldAttributes.near`). All would take longer than reading.
 
@@ -45,8 +48,9 @@ from hotset.dataset.held_values import ENTERED, PLAIN_TYPES, HeldValue, Room, sa
 from hotset.dataset.wrapped_datasets import datasets_in
 from hotset.determinism.batch_transform import TakesBatches
 from hotset.determinism.objects.code_dependencies import is_users
+from hotset.determinism.objects.names import Names, empty_memos
 from hotset.determinism.objects.near_attributes import near_objects
-from hotset.determinism.objects.object_graph import held_objects
+from hotset.determinism.objects.object_graph import held_objects, reached_by_code
 from hotset.determinism.objects.safe_access import (
     attributes_of,
     is_a,
@@ -55,7 +59,7 @@ from hotset.determinism.objects.safe_access import (
     set_attribute,
 )
 
-__all__ = ["Difference", "HeldAttributes"]
+__all__ = ["Difference", "HeldAttributes", "outer_code"]
 
 Counts = Callable[[Any, str], bool]
 
@@ -119,6 +123,8 @@ class HeldAttributes:
         counts: whether an attribute of an owner counts; all of its own do by default.
         libraries: whether the objects of libraries count as well that a transform holds.
         others: further objects, whose attributes count without the datasets that they hold.
+        outside: whether to put back as well what the code of the dataset and its transforms keeps outside of
+            them: in globals, classes, closures, and by ``functools.lru_cache``.
 
     Example:
         >>> import types
@@ -142,8 +148,10 @@ class HeldAttributes:
         counts: Counts = _is_its_own,
         libraries: bool = False,
         others: Iterable[Any] = (),
+        outside: bool = False,
     ) -> None:
-        room = Room() if room is None else room
+        room, transforms = Room() if room is None else room, tuple(transforms)
+        self._outside = [Names(each) for each in outer_code(dataset, transforms)] if outside else []
         self._counts = counts
         owners: dict[int, Any] = {}
         kinds_of_transforms: tuple[type, ...] = (object,) if libraries else _NAMESPACES
@@ -156,12 +164,16 @@ class HeldAttributes:
 
     def _hold(self, owners: Iterable[Any], room: Room) -> None:
         self._held = [_Owner.of(owner, room, self._counts) for owner in owners]
+        self._memos = [memo for each in self._held for memo in empty_memos(each.held.values())]
 
     @classmethod
-    def near(cls, dataset: Any, transforms: Iterable[Any] = ()) -> HeldAttributes:
+    def near(
+        cls, dataset: Any, transforms: Iterable[Any] = (), outside: Iterable[Any] = ()
+    ) -> HeldAttributes:
         """The attributes of the objects that are near, with what small containers hold.
 
-        It takes about 50 us, so it can be made for a reading of one sample.
+        It takes about 50 us, so it can be made for a reading of one sample; and some microseconds for each
+        part of the code that keeps something ``outside`` of them, which :func:`outer_code` gave before.
         """
         held, holders = cls(None), [*datasets_in(dataset), *map(_holder, transforms)]
         own = set(map(id, holders))
@@ -170,6 +182,7 @@ class HeldAttributes:
             each for each in near_objects(holders) if id(each) in own or is_a(each, kinds) or is_users(each)
         )
         held._hold(found, Room.small())
+        held._outside = [Names(each) for each in outside]
         return held
 
     def put_back(self) -> None:
@@ -187,6 +200,11 @@ class HeldAttributes:
                     set_attribute(owner, name, value)
             for each in seen.values():
                 each.put_back()
+        for memo in self._memos:
+            memo.cache_clear()
+        for names in self._outside:
+            with contextlib.suppress(Exception):  # of a stranger's code: then it stays as reading left it
+                names.put_back()
 
     def changed(self, *, shared: bool = False, computed: bool = False) -> Difference | None:
         """An attribute that is another now; None if all are what they were.
@@ -231,6 +249,16 @@ def _is_computed(owner: Any, name: str, before: Any, now: Any) -> bool:
     """
     kept = name.startswith("_") or isinstance(getattr(type(owner), name, None), functools.cached_property)
     return before is None and kept and not issubclass(type(now), (types.FunctionType, types.MethodType))
+
+
+def outer_code(dataset: Any, transforms: Iterable[Any] = ()) -> list[Any]:
+    """The functions and classes by which a dataset and its transforms may keep something outside of them."""
+    holders = (*datasets_in(dataset), *transforms)
+    found = [each for holder in holders for each in reached_by_code(holder)]
+    torchs = set(map(id, Dataset.__mro__))
+    found += [cls for each in datasets_in(dataset) for cls in type(each).__mro__ if id(cls) not in torchs]
+    kinds = (type, types.FunctionType)
+    return list({id(each): each for each in found if issubclass(type(each), kinds)}.values())
 
 
 def _itself(dataset: Any) -> Iterator[Any]:

@@ -15,14 +15,9 @@ contents, one level deep. An iterator that has gone on (``itertools.count``) can
 from __future__ import annotations
 
 import contextlib
-import copy
-import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
-import torch
 
 from hotset._interrupts import own_errors
 from hotset.determinism.aliasing import copied
@@ -30,9 +25,9 @@ from hotset.determinism.chain import applied
 from hotset.determinism.draws.probe import probe
 from hotset.determinism.draws.rng import Generators
 from hotset.determinism.equality import content_digests
-from hotset.determinism.objects.code_dependencies import loaded_globals
+from hotset.determinism.objects.names import Names
 from hotset.determinism.objects.object_graph import attributes, held_objects, reached_by_code
-from hotset.determinism.objects.safe_access import UNSET, attributes_of, content_of_cell
+from hotset.determinism.objects.safe_access import attributes_of
 from hotset.determinism.timing import Timed
 
 __all__ = ["Trial", "alters_input", "attempt", "output_and_seconds"]
@@ -40,8 +35,6 @@ __all__ = ["Trial", "alters_input", "attempt", "output_and_seconds"]
 _REPEATS = 16
 _TIMING_SECONDS = 0.02
 _FEW, _SECONDS_OF_FEW = 3, 0.2
-_COPIED = (list, dict, set, np.ndarray, torch.Tensor)
-_LARGE = 1 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -144,15 +137,15 @@ def _alters(steps: Sequence[Callable[..., Any]], value: Any) -> bool:
 @contextlib.contextmanager
 def _untouched(steps: Sequence[Any]) -> Iterator[None]:
     """Put back afterwards what transforms hold and reach."""
-    reached = [
-        _Names(owner, whole=owner is step)
+    kept = [
+        Names(owner, whole=owner is step)
         for step in steps
         for owner in {id(each): each for each in (*held_objects(step), *reached_by_code(step))}.values()
     ]
     try:
         yield
     finally:
-        for each in reached:
+        for each in kept:
             each.put_back()
 
 
@@ -166,77 +159,3 @@ def _change(before: dict[str, bytes], now: dict[str, bytes]) -> tuple[str, ...]:
         if before.get(place) != now.get(place):
             return (f"it changes itself with each call (at {place or 'its own value'})",)
     return ()
-
-
-class _Names:
-    """The attributes of an object or class; the globals and enclosing names that a function reads.
-
-    Args:
-        owner: the object, class or function.
-        whole: copy contents of any size; otherwise those that are not large.
-    """
-
-    def __init__(self, owner: Any, *, whole: bool) -> None:
-        self._owner = owner
-        self._values = _values(owner)
-        self._contents: dict[Any, Any] = {}
-        for name, value in self._values.items():
-            with contextlib.suppress(Exception):  # of a stranger's code: it keeps what it holds
-                if issubclass(type(value), _COPIED) and (whole or _size(value) <= _LARGE):
-                    is_tensor = issubclass(type(value), torch.Tensor)
-                    self._contents[name] = value.detach().clone() if is_tensor else copy.copy(value)
-
-    def put_back(self) -> None:
-        now = _values(self._owner)
-        for name in set(now) - set(self._values):
-            _set(self._owner, name)
-        for name, value in self._values.items():
-            if name not in now or now[name] is not value:
-                _set(self._owner, name, value)
-            if name in self._contents:
-                _refill(value, self._contents[name])
-
-
-def _values(owner: Any) -> dict[Any, Any]:
-    """What an owner's names stand for. Of a function, a global's name is in a tuple, a cell has a number."""
-    if issubclass(type(owner), type):
-        return {name: value for name, value in vars(owner).items() if not name.startswith(("__", "_hotset"))}
-    found: dict[Any, Any] = {**attributes(owner)}
-    if issubclass(type(owner), types.FunctionType):
-        read = {names[0] for names in loaded_globals(owner.__code__)}
-        found.update({(name,): owner.__globals__[name] for name in read & owner.__globals__.keys()})
-        cells = dict(enumerate(map(content_of_cell, owner.__closure__ or ())))
-        found.update((number, content) for number, content in cells.items() if content is not UNSET)
-    return found
-
-
-def _set(owner: Any, name: Any, value: Any = UNSET) -> None:
-    """Have a name stand for a value again, or for nothing."""
-    if isinstance(name, int):
-        owner, name = owner.__closure__[name], "cell_contents"
-    if isinstance(name, tuple):
-        names, (name,) = owner.__globals__, name
-        names.pop(name) if value is UNSET else names.update({name: value})
-    else:
-        kind: Any = type if issubclass(type(owner), type) else object
-        kind.__delattr__(owner, name) if value is UNSET else kind.__setattr__(owner, name, value)
-
-
-def _size(value: Any) -> int:
-    """The bytes of an array or tensor, about those of the references in another container."""
-    return int(value.nbytes) if isinstance(value, (np.ndarray, torch.Tensor)) else 8 * len(value)
-
-
-def _refill(value: Any, content: Any) -> None:
-    """Give a container, array or tensor its old content again."""
-    kind = type(value)
-    if issubclass(kind, list):
-        value[:] = content
-    elif issubclass(kind, (dict, set)):
-        value.clear()
-        value.update(content)
-    elif issubclass(kind, np.ndarray):
-        np.copyto(value, content, casting="unsafe")
-    elif not value.requires_grad:
-        with torch.no_grad():
-            value.copy_(content)

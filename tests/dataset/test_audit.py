@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import random
 import warnings
@@ -261,11 +262,11 @@ def test_monais_traces_of_another_process_are_not_a_difference() -> None:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time, in a list of one element, for an audit without a limit."""
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The time, in what no audit puts back, for an audit without a limit."""
     monkeypatch.setattr(audit, "_SHARE", 0.01)
     monkeypatch.setattr("hotset.dataset.audit_budget._KEPT_SECONDS", 0.5)
-    now = [100.0]
+    now = (ctypes.c_double * 1)(100.0)
     monkeypatch.setattr(audit.time, "monotonic", lambda: now[0])
     return now
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import random
@@ -535,3 +536,91 @@ def test_what_a_thread_of_the_dataset_sets_while_it_is_read_is_left_alone() -> N
         assert dataset.is_done
         assert next(iter(hotset.DataLoader(cached, batch_size=4))).tolist() == [0, 1, 2, 3]
     dataset.ends.set()
+
+
+class Outside(Dataset[torch.Tensor]):
+    """Opens its file once for each process, and keeps it outside of itself."""
+
+    file: Any = None
+
+    def __init__(self, path: Path, get: Callable[[Path], Any]) -> None:
+        self.path, self.get = path, get
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(list(os.pread(self.get(self.path).descriptor, 4, 4 * range(N)[index])))
+
+
+HANDLES: dict[Path, Handle] = {}
+FILE: Handle | None = None
+
+
+def in_a_dict(path: Path) -> Handle:
+    if path not in HANDLES:
+        HANDLES[path] = Handle(path)
+    return HANDLES[path]
+
+
+def in_a_global(path: Path) -> Handle:
+    global FILE
+    FILE = FILE or Handle(path)
+    return FILE
+
+
+def in_the_class(path: Path) -> Handle:
+    Outside.file = Outside.file or Handle(path)
+    return Outside.file  # type: ignore[no-any-return]
+
+
+@functools.cache
+def memoised(path: Path) -> Handle:
+    return Handle(path)
+
+
+class Memoised:
+    """A method whose results are kept, also a special one."""
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019
+    def __call__(self, path: Path) -> Handle:
+        return Handle(path)
+
+
+def _kept() -> list[Any]:
+    """What is kept outside of a dataset now."""
+    return [dict(HANDLES), FILE, Outside.file, memoised.cache_info().currsize, _called.cache_info().currsize]
+
+
+_called: Any = vars(Memoised)["__call__"]
+
+
+@pytest.mark.parametrize("get", [in_a_dict, in_a_global, in_the_class, memoised, Memoised()])
+@pytest.mark.parametrize("audited", [False, True], ids=["planned", "audited"])
+def test_what_code_keeps_outside_of_the_dataset_is_put_back(
+    get: Callable[[Path], Handle], audited: bool, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forked worker would share the file with others, and read at their places."""
+    before = _kept()
+    assert before == [{}, None, None, 0, 0]
+    monkeypatch.setattr(audit, "_SHARE", 1e9)
+    with hotset.cache(Outside(path, get), memory="1MiB") as cached:
+        assert _kept() == before
+        if audited:
+            list(DataLoader(cached, num_workers=1))
+            assert [sample[0].tolist() for sample in DataLoader(cached)][1] == list(range(4, 8))
+            assert cached.stats().audited
+            assert _kept() == before
+
+
+def test_what_was_kept_before_planning_stays(path: Path) -> None:
+    for get in (in_a_dict, in_a_global, in_the_class, memoised):
+        get(path)
+    before = _kept()
+    with hotset.cache(Outside(path, memoised), memory="1MiB") as cached:
+        list(DataLoader(cached))
+        assert _kept() == before
+    globals().update(FILE=None)
+    HANDLES.clear()
+    memoised.cache_clear()
+    Outside.file = None

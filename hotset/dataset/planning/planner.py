@@ -133,7 +133,7 @@ def make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) -> 
     dataset, session = pipeline.dataset, options.session
     limit, warned = memory_limit(options)
     held = held_by_others(session, limit)
-    unread = HeldAttributes(dataset, _steps(pipeline), libraries=True)
+    unread = HeldAttributes(dataset, _steps(pipeline), libraries=True, outside=True)
     try:
         # On a busy machine, a transform's time would be the time that torch's threads wait for each other.
         read = one_thread(lambda: _read(pipeline, options, limit - held))

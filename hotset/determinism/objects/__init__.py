@@ -10,6 +10,7 @@ Are a memoised function's names bound anew?         :mod:`.bindings`
 Which names does a dataset's reading code use?      :mod:`.reading_names`; outside of it:
                                                     :mod:`.outer_names`
 What did objects hold before a generator was made?  :mod:`.near_attributes`
+What did code keep in globals, classes, closures?   :mod:`.names`
 What does an array, a table or a container hold?    :mod:`.mutable_content`
 ==================================================  ==========================================
 """
