@@ -108,7 +108,8 @@ def _since(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any]
 class _Job:
     """The memos' store, held in this process: what workers have kept stays when they end.
 
-    It is attached by a thread while the program starts, as that imports torch.
+    It is attached by a thread while the program starts, as that imports numpy. It needs no torch, whose
+    import takes a second and a half of a core.
     """
 
     def __init__(self, options: Options, name: str, ledger: str) -> None:

@@ -22,8 +22,6 @@ import threading
 import time
 from typing import Any
 
-from torch.utils.data import get_worker_info
-
 from hotset._warnings import warn
 from hotset.errors import SegmentError
 from hotset.session.find_or_create import CacheHandle, attach_again
@@ -98,6 +96,8 @@ class Attachment:
                 "Unpickle it on the same machine, while a process that has it lives."
             )
         self._process = os.getpid()
+        from torch.utils.data import get_worker_info  # a process that only holds a store needs no torch
+
         # A loader's worker ends before its parent, which is listed.
         if store is not None and self._handle is not None and get_worker_info() is None:
             self._handle.join(store.segment.fd)

@@ -24,9 +24,10 @@ from hotset.store.leaves.array_leaf import ArrayLeaf
 from hotset.store.leaves.codecs import codec_named
 from hotset.store.leaves.python_leaves import NumberLeaf, NumbersLeaf, TextLeaf
 from hotset.store.leaves.schema import Schema
+from hotset.store.leaves.tensor_leaf import TensorLeaf
 from hotset.store.leaves.tree import Group, Node, leaves_of
 
-__all__ = ["BatchTree", "Column", "NotGathered", "torch_dtype"]
+__all__ = ["BatchTree", "Column", "NotGathered", "batch_dtype"]
 
 # Makes a part of the batch of its columns and its variable leaves.
 Part = Callable[[list[Any], list[Any]], Any]
@@ -135,7 +136,7 @@ class BatchTree:
                 raise NotGathered("its shapes vary")
             return lambda columns, variables: variables[number]
         if isinstance(node, ArrayLeaf):
-            dtype = node.torch_dtype if node.library == "torch" else torch_dtype(node.dtype)
+            dtype = batch_dtype(node)
             shape: tuple[int, ...] = node.shape or ()
             permuted = None
             if node.keep_order and not node.is_plain:
@@ -143,7 +144,7 @@ class BatchTree:
                 permuted = (node.stored_shape(shape), tuple(1 + axis for axis in inverse))
             column = Column(offset, node.fixed_bytes or 0, dtype, shape, permuted)
         elif isinstance(node, NumberLeaf):
-            dtype = _DTYPES.get(node.kind) or torch_dtype(node.kind)
+            dtype = _DTYPES.get(node.kind) or _torch_dtype(node.kind)
             column = Column(offset, node.fixed_bytes, dtype, (), None)
         elif isinstance(node, NumbersLeaf):
             if node.length is None:
@@ -203,14 +204,23 @@ def _as_tuple(part: Part) -> Part:
     return lambda columns, variables: tuple(part(columns, variables))
 
 
-def torch_dtype(name: str) -> torch.dtype:
+def batch_dtype(leaf: ArrayLeaf) -> torch.dtype:
+    """The dtype of a batch's tensor that is made of this leaf's arrays or tensors.
+
+    Raises:
+        NotGathered: torch has none for these arrays.
+    """
+    return leaf.torch_dtype if isinstance(leaf, TensorLeaf) else _torch_dtype(leaf.dtype)
+
+
+def _torch_dtype(name: str) -> torch.dtype:
     """The dtype to which collating turns numpy's of that name.
 
     Raises:
         NotGathered: torch has no such dtype (text, dates, another byte order).
 
     Example:
-        >>> torch_dtype("float32")
+        >>> _torch_dtype("float32")
         torch.float32
     """
     try:

@@ -28,10 +28,9 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from torch.utils.data import get_worker_info
 
 from hotset.store import format as fmt
 from hotset.store import irregular_records as forms
@@ -42,7 +41,11 @@ from hotset.store.leaves.leaf import SchemaMismatch
 from hotset.store.leaves.schema import Schema
 from hotset.store.records import Record, Records
 from hotset.store.spill import Spill
-from hotset.store.torch_threads import HelperThread
+
+if TYPE_CHECKING:  # it imports torch, which a process that only holds a store does not need
+    from torch.utils.data._utils.worker import WorkerInfo
+
+    from hotset.store.torch_threads import HelperThread
 
 __all__ = ["IN_TURN", "DrawWatch", "Filler", "NoDrawWatch"]
 
@@ -177,6 +180,8 @@ class Filler:
         self.watch.begin()
         if not self._is_worth_a_thread(len(missing)):
             return self._fill_missing(missing, read, keep, None)
+        from hotset.store.torch_threads import HelperThread
+
         behind: HelperThread[None] = HelperThread("hotset-store")
         try:
             return self._fill_missing(missing, read, keep, behind)
@@ -186,7 +191,7 @@ class Filler:
     def _is_worth_a_thread(self, count: int) -> bool:
         """Whether to write so many samples in a thread, while this one reads."""
         large = self._seconds > 0.0 and self._bytes >= _LARGE and count > self._chunk
-        return large and not self.ahead and get_worker_info() is None and len(os.sched_getaffinity(0)) > 1
+        return large and not self.ahead and _worker() is None and len(os.sched_getaffinity(0)) > 1
 
     def _fill_missing(
         self, missing: Ids, read: Read, keep: bool, behind: HelperThread[None] | None
@@ -466,8 +471,15 @@ def _batches_in_flight() -> int:
     torch asks each worker for two. The one that a worker is making is there twice: its samples, and collated.
     The consumer has one while it gets the next.
     """
-    worker = get_worker_info()
+    worker = _worker()
     return 2 + (3 * worker.num_workers if worker is not None else 0)
+
+
+def _worker() -> WorkerInfo | None:
+    """The loader's worker that this process is; None if it is none."""
+    from torch.utils.data import get_worker_info
+
+    return get_worker_info()
 
 
 def _without(ids: Ids, some: Ids) -> Ids:

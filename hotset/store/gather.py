@@ -32,7 +32,7 @@ import numpy.typing as npt
 import torch
 
 from hotset.store import format as fmt
-from hotset.store.batch_layout import BatchTree, Column, NotGathered, torch_dtype
+from hotset.store.batch_layout import BatchTree, Column, NotGathered, batch_dtype
 from hotset.store.claims import Ids
 from hotset.store.format import PRESENT, ROW_MASK
 from hotset.store.leaves.array_leaf import ArrayLeaf
@@ -372,7 +372,7 @@ class Gather:
             return [part.decode("utf-8", "surrogatepass") for part in parts]
         assert isinstance(leaf, ArrayLeaf)
         assert self._variable is not None
-        dtype = leaf.torch_dtype if leaf.library == "torch" else torch_dtype(leaf.dtype)
+        dtype = batch_dtype(leaf)
         return self._variable(Ragged(lines, starts, shapes, dtype))
 
     # ---- comparing with collate ------------------------------------------------------------------------

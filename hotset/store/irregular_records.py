@@ -41,7 +41,7 @@ import numpy.typing as npt
 
 from hotset.errors import SegmentError
 from hotset.store.format import LINE, OWN_STAMP, RECORD_HEADER, TAIL, tail_word
-from hotset.store.leaves.array_leaf import ArrayLeaf
+from hotset.store.leaves.array_leaf import ArrayLeaf, NumpyLeaf
 from hotset.store.leaves.leaf import SchemaMismatch
 from hotset.store.leaves.schema import LARGEST_RECORD, Prepared, Schema
 from hotset.store.leaves.tree import Group, Node, varied
@@ -286,7 +286,7 @@ def viewable(body: memoryview) -> bool:
 def _is_plain(node: Node) -> bool:
     if isinstance(node, Group):
         return node.codec is None and all(map(_is_plain, node.children))
-    return not isinstance(node, ArrayLeaf) or node.library == "numpy"
+    return not isinstance(node, ArrayLeaf) or isinstance(node, NumpyLeaf)
 
 
 def _form_of(body: Any) -> tuple[int, Schema]:

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from hotset.errors import SegmentError
 from hotset.store import format as fmt
 from hotset.store.format import Geometry, pack_header, unpack_header
-from hotset.store.leaves.array_leaf import TORCH_DTYPES
 from hotset.store.leaves.schema import Schema
+from hotset.store.leaves.tensor_leaf import TORCH_DTYPES
 
 NAME = "/dev/shm/hotset/imagenet.segment"
 NONCE = bytes(range(16))

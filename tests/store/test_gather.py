@@ -30,7 +30,7 @@ from hotset.store.batch_layout import NotGathered
 from hotset.store.blocks import BlockPool
 from hotset.store.format import PRESENT
 from hotset.store.gather import Copy, Gather
-from hotset.store.leaves.array_leaf import TORCH_DTYPES
+from hotset.store.leaves.tensor_leaf import TORCH_DTYPES
 from hotset.store.store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

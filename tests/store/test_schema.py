@@ -35,10 +35,11 @@ from hypothesis import strategies as st
 from hotset.determinism.aliasing import copied
 from hotset.determinism.equality import differs
 from hotset.errors import ArgumentError, SegmentError
-from hotset.store.leaves.array_leaf import TORCH_DTYPES, ArrayLeaf
+from hotset.store.leaves.array_leaf import ArrayLeaf
 from hotset.store.leaves.codecs import register_codec
 from hotset.store.leaves.leaf import SchemaMismatch
 from hotset.store.leaves.schema import Schema
+from hotset.store.leaves.tensor_leaf import TORCH_DTYPES
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),

@@ -1,8 +1,6 @@
-"""Leaves of tensors and numpy arrays.
+"""Leaves of numpy's arrays, and what tensors (:mod:`hotset.store.leaves.tensor_leaf`) share with them.
 
-A read-only array (``np.asarray(picture)``) comes back read-only. A tensor that requires a gradient, lies on a
-device, is sparse, or is a subclass without a codec, is refused, not flattened: its bytes alone do not
-describe it.
+A read-only array (``np.asarray(picture)``) comes back read-only.
 
 Dense arrays that are not in C order in memory (a picture read as HWC and permuted to CHW) keep their order: a
 live transform that sums over the picture would round otherwise. They are stored in that order where single
@@ -13,43 +11,30 @@ samples are wanted (``keep_order``), and in C order where whole batches are gath
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
-import torch
 
 from hotset.store.leaves.leaf import LARGEST_DIMENSION, Carrier, Leaf, SchemaMismatch, Shape
 
 __all__ = [
-    "TORCH_DTYPES",
     "ArrayLeaf",
-    "array_from_json",
-    "array_leaf",
+    "NumpyLeaf",
+    "dense_strides",
+    "layout_from_json",
+    "memory_order",
+    "numpy_from_json",
+    "numpy_leaf",
 ]
 
-# Dtypes of whole bytes, by name: not the quantized ones, nor those that pack several values in a byte.
-_WHOLE_BYTES = re.compile(r"bool|u?int(8|16|32|64)|b?float(16|32|64)|float8\w+|complex\w+")
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    name: dtype
-    for name, dtype in vars(torch).items()
-    if isinstance(dtype, torch.dtype) and str(dtype) == f"torch.{name}" and _WHOLE_BYTES.fullmatch(name)
-}
-_TORCH_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-# numpy has no name for some of torch's dtypes: they travel as integers of the same size.
-_CARRIERS: dict[torch.dtype, torch.dtype] = {
-    dtype: {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
-    for name, dtype in TORCH_DTYPES.items()
-    if name in ("bfloat16", "complex32") or name.startswith("float8")
-}
 _CACHED_KINDS = "biufcmMSU"
 _SMALL = 2048  # bytes of an array, up to which a call for each would cost more than its copying
 
 
-def _dense_strides(shape: Shape, order: Shape) -> Shape:
+def dense_strides(shape: Shape, order: Shape) -> Shape:
     """Strides, in elements, of a dense array whose dimensions lie in ``order``, outermost first."""
     strides = [0] * len(shape)
     step = 1
@@ -61,11 +46,11 @@ def _dense_strides(shape: Shape, order: Shape) -> Shape:
 
 def _is_dense_in(order: Shape, shape: Shape, strides: Shape) -> bool:
     """Whether an array of this shape and strides (in elements) is dense, its dimensions in that order."""
-    dense = _dense_strides(shape, order)
+    dense = dense_strides(shape, order)
     return all(size == 1 or have == want for size, have, want in zip(shape, strides, dense, strict=True))
 
 
-def _memory_order(shape: Shape, strides: Shape) -> Shape:
+def memory_order(shape: Shape, strides: Shape) -> Shape:
     """The order of a dense array's dimensions in memory, outermost first; C order if it is not dense."""
     identity = tuple(range(len(shape)))
     if _is_dense_in(identity, shape, strides):
@@ -80,34 +65,20 @@ class ArrayLeaf(Leaf):
     """A tensor or a numpy array.
 
     Attributes:
-        library: ``"torch"`` or ``"numpy"``.
         dtype: torch's name without ``torch.``, or numpy's type string (which has the byte order).
         ndim: number of dimensions.
         shape: the shape that all samples share, or None if it varies.
         order: how the dimensions of a sample lie in memory, outermost first.
         keep_order: stored in that order; False stores them in C order.
-        writeable: whether a numpy array can be written to; True for tensors.
+        library: ``"torch"`` or ``"numpy"``.
     """
 
-    library: str
     dtype: str
     ndim: int
     shape: Shape | None
     order: Shape
     keep_order: bool
-    writeable: bool = True
-
-    @cached_property
-    def itemsize(self) -> int:
-        return self.torch_dtype.itemsize if self.library == "torch" else self.numpy_dtype.itemsize
-
-    @cached_property
-    def torch_dtype(self) -> torch.dtype:
-        return TORCH_DTYPES[self.dtype]
-
-    @cached_property
-    def numpy_dtype(self) -> np.dtype[Any]:
-        return np.dtype(self.dtype)
+    library: ClassVar[str]
 
     @cached_property
     def is_plain(self) -> bool:
@@ -132,8 +103,10 @@ class ArrayLeaf(Leaf):
         """Shape of what is stored for a sample of this shape: permuted if stored as it lies."""
         return tuple(shape[axis] for axis in self.order) if self.keep_order else shape
 
+    # ---- to bytes ------------------------------------------------------------------------------------
+
     def check(self, value: object) -> Carrier:
-        array = _tensor_carrier(value, self) if self.library == "torch" else _numpy_carrier(value, self)
+        array = self._carrier(value)
         if self.shape is not None and array.shape != self.shape:
             raise SchemaMismatch(f"shape {array.shape} instead of {self.shape}")
         if max(array.shape, default=0) > LARGEST_DIMENSION:
@@ -141,39 +114,32 @@ class ArrayLeaf(Leaf):
         self._check_order(array)
         return array.transpose(self.order) if self.keep_order and not self.is_plain else array
 
+    def _carrier(self, value: object) -> Carrier:
+        """The value, checked but for shape and order, as an array of numpy's, which shares its memory.
+
+        Raises:
+            SchemaMismatch: it has another type, dtype or number of dimensions, or bytes do not describe it.
+        """
+        raise NotImplementedError
+
     def check_all(self, values: Sequence[Any]) -> list[Carrier]:
-        if self.shape is None or not self.is_plain:
+        arrays = self._carriers(values) if self.shape is not None and self.is_plain else None
+        if arrays is None:
             return super().check_all(values)
-        arrays: Sequence[Carrier] = values
-        if self.library == "torch":
-            if set(map(type, values)) != {torch.Tensor} or any(map(vars, values)):
-                return super().check_all(values)
-            try:  # It refuses every tensor that bytes alone do not describe, and dtypes that numpy lacks.
-                arrays = [value.numpy() for value in values]
-            except (RuntimeError, TypeError):
-                return super().check_all(values)
         shape, dtype = self.shape, self._carrier_dtype
         for array in arrays:
-            # A type that holds objects is equal to no leaf's; a subclass of an array is none.
-            if type(array) is not np.ndarray or array.dtype != dtype or array.shape != shape:
-                return super().check_all(values)
-            if not array.flags.c_contiguous:
-                return super().check_all(values)
-            if self.library == "numpy" and not self._has_numpys_flags(array):
+            if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
                 return super().check_all(values)
         return list(arrays)
 
-    def _has_numpys_flags(self, array: Carrier) -> bool:
-        """Whether an array can be written to if the leaf's can, and its dtype has no metadata."""
-        return array.flags.writeable == self.writeable and array.dtype.metadata is None
+    def _carriers(self, values: Sequence[Any]) -> Sequence[Carrier] | None:
+        """As :meth:`_carrier`, of several values, whose dtypes may differ; None if one may be refused."""
+        raise NotImplementedError
 
-    @cached_property
+    @property
     def _carrier_dtype(self) -> np.dtype[Any]:
-        """What :meth:`check` gives for values that numpy has a dtype for."""
-        if self.library == "numpy":
-            return self.numpy_dtype
-        carried = self.torch_dtype not in _CARRIERS
-        return torch.empty(0, dtype=self.torch_dtype).numpy().dtype if carried else np.dtype(object)
+        """The dtype of what :meth:`_carriers` returns for values of this leaf."""
+        raise NotImplementedError
 
     def _check_order(self, array: Carrier) -> None:
         """Refuse a dense array whose dimensions lie otherwise than the leaf's: it would come out changed."""
@@ -182,7 +148,7 @@ class ArrayLeaf(Leaf):
         strides = tuple(step // array.itemsize for step in array.strides)
         if _is_dense_in(self.order, array.shape, strides):
             return
-        if not self.is_plain or _memory_order(array.shape, strides) != self.order:
+        if not self.is_plain or memory_order(array.shape, strides) != self.order:
             raise SchemaMismatch("its dimensions lie in another order in memory")
 
     def put(self, buffer: Any, offset: int, checked: Carrier) -> None:
@@ -197,47 +163,29 @@ class ArrayLeaf(Leaf):
         rows: Carrier = np.ndarray((len(checked), first.nbytes), np.uint8, buffer, offset, (stride, 1))
         rows[:] = np.array(checked, first.dtype).view(np.uint8).reshape(rows.shape)
 
-    def get(self, buffer: Any, offset: int, dims: Shape) -> Any:
-        array = self._in_order(buffer, offset, dims)
-        if not self.writeable:
-            array.flags.writeable = False
-        return array
+    # ---- from bytes ----------------------------------------------------------------------------------
 
-    def _in_order(self, buffer: Any, offset: int, dims: Shape) -> Any:
+    def get(self, buffer: Any, offset: int, dims: Shape) -> Any:
         # A variable leaf's dimensions are those of what was stored; a fixed one's follow from its shape.
         stored = dims if self.shape is None else self.stored_shape(self.shape)
-        array: Any
-        if self.library == "numpy":
-            array = np.ndarray(stored, self.numpy_dtype, buffer, offset)
-        elif 0 in stored:
-            array = torch.empty(stored, dtype=self.torch_dtype)
-        else:
-            flat = torch.frombuffer(buffer, dtype=self.torch_dtype, count=math.prod(stored), offset=offset)
-            array = flat.view(stored)
+        array = self._over(buffer, offset, stored)
         if self.is_plain:
             return array
-        if self.keep_order:
-            return array.transpose(self._inverse) if self.library == "numpy" else array.permute(self._inverse)
-        return self._lay_out(array)
+        return self._permuted(array) if self.keep_order else self._laid_out(array)
 
-    def get_all(self, buffer: Any, offset: int, stride: int, count: int) -> list[Any]:
-        if self.library != "torch" or not self.is_plain or not self.fixed_bytes:
-            return super().get_all(buffer, offset, stride, count)
-        shape = self.shape or ()
-        size, dtype = math.prod(shape), self.torch_dtype
-        make, places = torch.frombuffer, range(offset, offset + stride * count, stride)
-        return [make(buffer, dtype=dtype, count=size, offset=at).view(shape) for at in places]
+    def _over(self, buffer: Any, offset: int, shape: Shape) -> Any:
+        """An array of this shape over the buffer's memory."""
+        raise NotImplementedError
 
-    def _lay_out(self, array: Any) -> Any:
+    def _permuted(self, array: Any) -> Any:
+        """What is stored in the order of memory, with its dimensions as the sample has them."""
+        raise NotImplementedError
+
+    def _laid_out(self, array: Any) -> Any:
         """Copy an array in C order into the order that samples have in memory."""
-        shape = tuple(array.shape)
-        strides = _dense_strides(shape, self.order)
-        if self.library == "torch":
-            return torch.empty_strided(shape, strides, dtype=self.torch_dtype).copy_(array)
-        laid = np.empty(tuple(shape[axis] for axis in self.order), self.numpy_dtype)
-        laid = laid.transpose(self._inverse)
-        np.copyto(laid, array)
-        return laid
+        raise NotImplementedError
+
+    # ---- as a description ----------------------------------------------------------------------------
 
     def widen(self, value: object) -> Leaf:
         try:
@@ -256,36 +204,75 @@ class ArrayLeaf(Leaf):
             "shape": self.shape,
             "order": self.order,
             "as_lies": self.keep_order,
-            **({} if self.writeable else {"writeable": False}),
         }
 
 
-def _tensor_carrier(value: object, leaf: ArrayLeaf) -> Carrier:
-    if type(value) is not torch.Tensor:
-        raise SchemaMismatch(f"{type(value).__name__} instead of a tensor")
-    if value.dtype != TORCH_DTYPES[leaf.dtype] or value.ndim != leaf.ndim:
-        raise SchemaMismatch(
-            f"{value.dtype} with {value.ndim} dimensions instead of {leaf.dtype} with {leaf.ndim}"
-        )
-    _refuse_tensor(value)
-    if value.is_conj() or value.is_neg():
-        value = value.resolve_conj().resolve_neg()
-    carrier = _CARRIERS.get(value.dtype)
-    array: Carrier = (value if carrier is None else value.view(carrier)).numpy()
-    return array
+@dataclass(frozen=True)
+class NumpyLeaf(ArrayLeaf):
+    """A numpy array.
 
+    Attributes:
+        writeable: whether it can be written to.
+    """
 
-def _numpy_carrier(value: object, leaf: ArrayLeaf) -> Carrier:
-    if type(value) is not np.ndarray:
-        raise SchemaMismatch(f"{type(value).__name__} instead of a numpy array")
-    if value.dtype.str != leaf.dtype or value.ndim != leaf.ndim:
-        raise SchemaMismatch(
-            f"{value.dtype} with {value.ndim} dimensions instead of {leaf.dtype} with {leaf.ndim}"
-        )
-    if not leaf._has_numpys_flags(value):
-        _refuse_dtype(value)
-        raise SchemaMismatch("an array that can be written to among read-only ones, or the other way round")
-    return value
+    writeable: bool = True
+    library: ClassVar[str] = "numpy"
+
+    @cached_property
+    def itemsize(self) -> int:
+        return self.numpy_dtype.itemsize
+
+    @cached_property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        return np.dtype(self.dtype)
+
+    @property
+    def _carrier_dtype(self) -> np.dtype[Any]:
+        return self.numpy_dtype
+
+    def _carrier(self, value: object) -> Carrier:
+        if type(value) is not np.ndarray:
+            raise SchemaMismatch(f"{type(value).__name__} instead of a numpy array")
+        if value.dtype.str != self.dtype or value.ndim != self.ndim:
+            raise SchemaMismatch(
+                f"{value.dtype} with {value.ndim} dimensions instead of {self.dtype} with {self.ndim}"
+            )
+        if not self._has_flags(value):
+            _refuse_dtype(value)
+            raise SchemaMismatch(
+                "an array that can be written to among read-only ones, or the other way round"
+            )
+        return value
+
+    def _carriers(self, values: Sequence[Any]) -> Sequence[Carrier] | None:
+        # A subclass of an array is none.
+        alike = all(type(value) is np.ndarray and self._has_flags(value) for value in values)
+        return values if alike else None
+
+    def _has_flags(self, array: Carrier) -> bool:
+        """Whether an array can be written to if the leaf's can, and its dtype has no metadata."""
+        return array.flags.writeable == self.writeable and array.dtype.metadata is None
+
+    def get(self, buffer: Any, offset: int, dims: Shape) -> Any:
+        array = super().get(buffer, offset, dims)
+        if not self.writeable:
+            array.flags.writeable = False
+        return array
+
+    def _over(self, buffer: Any, offset: int, shape: Shape) -> Any:
+        return np.ndarray(shape, self.numpy_dtype, buffer, offset)
+
+    def _permuted(self, array: Any) -> Any:
+        return array.transpose(self._inverse)
+
+    def _laid_out(self, array: Any) -> Any:
+        laid = np.empty(tuple(array.shape[axis] for axis in self.order), self.numpy_dtype)
+        laid = laid.transpose(self._inverse)
+        np.copyto(laid, array)
+        return laid
+
+    def to_json(self) -> dict[str, Any]:
+        return {**super().to_json(), **({} if self.writeable else {"writeable": False})}
 
 
 def _refuse_dtype(value: Carrier) -> None:
@@ -294,62 +281,48 @@ def _refuse_dtype(value: Carrier) -> None:
         raise SchemaMismatch(f"a numpy array whose dtype has metadata ({dict(value.dtype.metadata)})")
 
 
-def _refuse_tensor(value: torch.Tensor) -> None:
-    """Raise SchemaMismatch for a tensor that bytes alone do not describe."""
-    if value.device.type != "cpu" or value.layout != torch.strided or value.is_quantized or value.is_nested:
-        kind = "nested" if value.is_nested else "quantized" if value.is_quantized else value.layout
-        raise SchemaMismatch(f"a {kind} tensor on {value.device}; only dense ones on the CPU are cached")
-    if value.requires_grad:
-        raise SchemaMismatch("a tensor that requires a gradient; detach it to have it cached")
-    if vars(value):
-        raise SchemaMismatch(f"a tensor with attributes of its own ({', '.join(vars(value))})")
-
-
-def array_leaf(value: object, *, keep_order: bool) -> ArrayLeaf | None:
-    """Return the leaf that fits exactly this tensor or array; None if it is neither.
+def numpy_leaf(value: Carrier, *, keep_order: bool) -> NumpyLeaf:
+    """Return the leaf that fits exactly this array.
 
     Raises:
-        SchemaMismatch: it is one, and could not come back as it was.
+        SchemaMismatch: it could not come back as it was.
     """
-    if type(value) is torch.Tensor:
-        _refuse_tensor(value)
-        if value.dtype not in _TORCH_NAMES:
-            raise SchemaMismatch(f"a tensor of {value.dtype}")
-        shape = tuple(value.shape)
-        order = _memory_order(shape, value.stride())
-        return ArrayLeaf("torch", _TORCH_NAMES[value.dtype], value.ndim, shape, order, keep_order)
-    if type(value) is np.ndarray:
-        if value.dtype.kind not in _CACHED_KINDS:
-            parts = "a list" if value.dtype.hasobject else "a dict of its fields"
-            raise SchemaMismatch(f"a numpy array of {value.dtype}; return {parts} to have it cached")
-        _refuse_dtype(value)
-        strides = tuple(step // max(value.itemsize, 1) for step in value.strides)
-        order = _memory_order(value.shape, strides)
-        writeable = value.flags.writeable
-        return ArrayLeaf("numpy", value.dtype.str, value.ndim, value.shape, order, keep_order, writeable)
-    return None
+    if value.dtype.kind not in _CACHED_KINDS:
+        parts = "a list" if value.dtype.hasobject else "a dict of its fields"
+        raise SchemaMismatch(f"a numpy array of {value.dtype}; return {parts} to have it cached")
+    _refuse_dtype(value)
+    strides = tuple(step // max(value.itemsize, 1) for step in value.strides)
+    order = memory_order(value.shape, strides)
+    return NumpyLeaf(value.dtype.str, value.ndim, value.shape, order, keep_order, value.flags.writeable)
 
 
-def array_from_json(described: Any) -> ArrayLeaf:
+def numpy_from_json(described: Any) -> NumpyLeaf:
     """Return the leaf that ``to_json`` described.
 
     Raises:
         ValueError, KeyError, TypeError: the description does not fit any array.
     """
-    library, dtype, ndim, keep_order = (described[key] for key in ("library", "dtype", "ndim", "as_lies"))
+    dtype, writeable = described["dtype"], described.get("writeable", True)
+    if np.dtype(dtype).kind not in _CACHED_KINDS or np.dtype(dtype).str != dtype:
+        raise ValueError(f"the dtype of an array must be one that is cached, got {dtype}")
+    if type(writeable) is not bool:
+        raise ValueError(f"an array must be writeable or not, got {writeable!r}")
+    return NumpyLeaf(dtype, *layout_from_json(described), writeable)
+
+
+def layout_from_json(described: Any) -> tuple[int, Shape | None, Shape, bool]:
+    """The number of dimensions, the shape, the order and ``keep_order`` that ``to_json`` described.
+
+    Raises:
+        ValueError, KeyError, TypeError: they do not fit any array.
+    """
+    ndim, keep_order = described["ndim"], described["as_lies"]
     shape = None if described["shape"] is None else tuple(described["shape"])
     order = tuple(described["order"])
-    if library == "torch":
-        TORCH_DTYPES[dtype]
-    elif library != "numpy" or np.dtype(dtype).kind not in _CACHED_KINDS or np.dtype(dtype).str != dtype:
-        raise ValueError(f"an array must be of torch or numpy, with a known dtype, got {library}, {dtype}")
     if type(ndim) is not int or type(keep_order) is not bool or sorted(order) != list(range(ndim)):
         raise ValueError(f"the order must be a permutation of {ndim!r} dimensions, got {order}")
     sizes = () if shape is None else shape
     fit = all(type(n) is int and 0 <= n <= LARGEST_DIMENSION for n in sizes)
     if not fit or len(sizes) not in (0, ndim):
         raise ValueError(f"a shape must have {ndim} sizes of 32 bits, got {shape}")
-    writeable = described.get("writeable", True)
-    if type(writeable) is not bool or (library == "torch" and not writeable):
-        raise ValueError(f"an array of {library} must be writeable or not, got {writeable!r}")
-    return ArrayLeaf(library, dtype, ndim, shape, order, keep_order, writeable)
+    return ndim, shape, order, keep_order

@@ -15,6 +15,7 @@ from __future__ import annotations
 import datetime
 import decimal
 import secrets
+import sys
 import zoneinfo
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
@@ -23,11 +24,9 @@ from pathlib import PosixPath, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import numpy as np
-import torch
 
 from hotset.errors import ArgumentError
 from hotset.store.leaves import pictures
-from hotset.store.leaves.instances import slots_of
 from hotset.store.leaves.leaf import SchemaMismatch
 from hotset.store.leaves.python_leaves import name_of_type, type_named
 
@@ -146,55 +145,15 @@ def _subclass(name: str) -> Codec | None:
         cls = type_named(name)
     except (AttributeError, ImportError, ValueError):
         return None
-    if issubclass(cls, torch.Tensor) and cls is not torch.Tensor:
+    loaded = sys.modules.get("torch")
+    if loaded is not None and issubclass(cls, loaded.Tensor) and cls is not loaded.Tensor:
+        from hotset.store.leaves.tensor_subclasses import tensors_of
+
         # Collating makes a plain tensor of torchvision's.
         stacks = 0 if name.startswith("torchvision.tv_tensors.") else None
-        return Codec(name, *_tensors_of(cls), stacks)
+        return Codec(name, *tensors_of(cls), stacks)
     found = pictures.image_subclass(cls)
     return Codec(name, *found) if found is not None else None
-
-
-def _tensors_of(cls: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """How a tensor of a subclass is flattened and built again, as torch does to send it to a process."""
-    torchs_way: Any = torch.Tensor.__reduce_ex__
-    known = False
-
-    def flatten(value: Any) -> Any:
-        nonlocal known
-        if type(value) is not cls or not (known or _is_tensor_and_attributes(value)):
-            raise SchemaMismatch(
-                f"a tensor of {cls.__module__}.{cls.__qualname__}, which is more than its elements and "
-                "attributes; hotset.register_codec makes it cacheable"
-            )
-        # To ask takes some ten microseconds; all tensors of a class answer alike, unless it has its own way.
-        known = cls.__reduce_ex__ is torchs_way
-        with torch._C.DisableTorchFunctionSubclass():
-            return (value.as_subclass(torch.Tensor), dict(vars(value)))
-
-    def unflatten(tree: Any) -> Any:
-        tensor, attributes = tree
-        value = tensor.as_subclass(cls)
-        vars(value).update(attributes)
-        return value
-
-    return flatten, unflatten
-
-
-def _is_tensor_and_attributes(value: Any) -> bool:
-    """Whether torch, too, makes a tensor again of its elements and ``__dict__``, and runs none of its class.
-
-    It does not where a tensor wraps others (``__torch_dispatch__``), has slots, or says itself what is kept.
-    """
-    cls = type(value)
-    if hasattr(cls, "__del__") or slots_of(value) or cls.__setstate__ is not torch.Tensor.__setstate__:
-        return False
-    with torch._C.DisableTorchFunctionSubclass():
-        rebuild, arguments, *more = value.__reduce_ex__(2)
-    if rebuild is not torch._tensor._rebuild_from_type_v2 or more:
-        return False
-    inner, kind, _, state = arguments
-    plain = inner in (torch._utils._rebuild_tensor_v2, torch._utils._rebuild_tensor_v3)
-    return plain and kind is cls and (state is None or state == {} or state is vars(value))
 
 
 # ---- numpy and the standard library ---------------------------------------------------------------------
@@ -283,6 +242,12 @@ def _flatten_range(value: Any) -> Any:
     return (value.start, value.stop, value.step)
 
 
+def _unflatten_size(tree: Any) -> Any:
+    import torch
+
+    return torch.Size(tree)
+
+
 _PLAIN: tuple[tuple[type, Callable[[Any], Any], Callable[[Any], Any]], ...] = (
     (set, _flatten_set, lambda tree: set(_elements(tree))),
     (frozenset, _flatten_set, lambda tree: frozenset(_elements(tree))),
@@ -297,7 +262,6 @@ _PLAIN: tuple[tuple[type, Callable[[Any], Any], Callable[[Any], Any]], ...] = (
     (datetime.time, _flatten_time, _unflatten_time),
     (datetime.timedelta, _flatten_timedelta, lambda tree: datetime.timedelta(*tree)),
     (decimal.Decimal, str, decimal.Decimal),
-    (torch.Size, list, torch.Size),
     (np.str_, str, np.str_),
     *((kind, str, kind) for kind in (PurePosixPath, PureWindowsPath, PosixPath)),
 )
@@ -306,6 +270,7 @@ _BUILTIN = {
     codec.name: codec
     for codec in (
         *(Codec(name_of_type(kind), flatten, unflatten) for kind, flatten, unflatten in _PLAIN),
+        Codec("torch:Size", list, _unflatten_size),
         Codec(name_of_type(np.memmap), _flatten_memmap, lambda tree: tree[0].view(np.memmap), stacks=0),
         Codec("PIL.Image:Image", pictures.flatten_image, pictures.unflatten_image),
         Codec("monai.data.meta_tensor:MetaTensor", _flatten_meta, _unflatten_meta),

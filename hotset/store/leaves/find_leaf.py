@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from hotset.store.leaves.array_leaf import array_from_json, array_leaf
-from hotset.store.leaves.leaf import LARGEST_DIMENSION, Leaf
+from hotset.store.leaves.array_leaf import numpy_from_json, numpy_leaf
+from hotset.store.leaves.leaf import LARGEST_DIMENSION, Leaf, is_tensor
 from hotset.store.leaves.python_leaves import (
     EnumLeaf,
     NoneLeaf,
@@ -32,9 +32,12 @@ def leaf_of(value: object, *, keep_order: bool) -> Leaf | None:
         return NoneLeaf()
     if type(value) in (str, bytes):
         return TextLeaf(type(value).__name__)
-    array = array_leaf(value, keep_order=keep_order)
-    if array is not None:
-        return array
+    if type(value) is np.ndarray:
+        return numpy_leaf(value, keep_order=keep_order)
+    if is_tensor(value):
+        from hotset.store.leaves.tensor_leaf import tensor_leaf
+
+        return tensor_leaf(value, keep_order=keep_order)
     if type(value) in (list, tuple):
         return numbers_leaf(value)  # type: ignore[arg-type]
     number = number_kind(value)
@@ -48,8 +51,12 @@ def leaf_from_json(described: Any, find: Callable[[str, str], type]) -> Leaf:
         ValueError, KeyError, TypeError: :func:`leaf_of` cannot have made such a leaf.
     """
     kind = described["leaf"]
-    if kind == "array":
-        return array_from_json(described)
+    if kind == "array" and described["library"] == "numpy":
+        return numpy_from_json(described)
+    if kind == "array" and described["library"] == "torch":
+        from hotset.store.leaves.tensor_leaf import tensor_from_json
+
+        return tensor_from_json(described)
     if kind == "number":
         number = described["kind"]
         if number not in ("bool", "int", "float", "complex") and np.dtype(number).kind not in "biufcmM":

@@ -2,9 +2,9 @@
 
 A leaf is *fixed* (the same number of bytes in every sample, at one offset of the row) or *variable* (bytes in
 the tail, dimensions in the row). The first samples decide which: see :mod:`hotset.store.leaves.schema`. There
-are two kinds: tensors and arrays (:mod:`hotset.store.leaves.array_leaf`), and what Python has
-(:mod:`hotset.store.leaves.python_leaves`); :mod:`hotset.store.leaves.find_leaf` finds the one that fits a
-value.
+are two kinds: arrays (numpy's :mod:`hotset.store.leaves.array_leaf`, tensors
+:mod:`hotset.store.leaves.tensor_leaf`), and what Python has (:mod:`hotset.store.leaves.python_leaves`);
+:mod:`hotset.store.leaves.find_leaf` finds the one that fits a value.
 
 A value that a leaf stores comes back equal in type, dtype, shape, strides of dense arrays, and bytes. A leaf
 refuses any other value with :class:`SchemaMismatch`, and that sample stays uncached.
@@ -12,12 +12,16 @@ refuses any other value with :class:`SchemaMismatch`, and that sample stays unca
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import numpy.typing as npt
 
-__all__ = ["LARGEST_DIMENSION", "Carrier", "Leaf", "SchemaMismatch", "Shape"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["LARGEST_DIMENSION", "Carrier", "Leaf", "SchemaMismatch", "Shape", "is_tensor"]
 
 Carrier = npt.NDArray[Any]
 Shape = tuple[int, ...]
@@ -81,3 +85,9 @@ class Leaf(Protocol):
         return self
 
     def to_json(self) -> dict[str, Any]: ...
+
+
+def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether a value is a tensor of torch's own class, found out without importing torch."""
+    loaded = sys.modules.get("torch")
+    return loaded is not None and type(value) is getattr(loaded, "Tensor", None)

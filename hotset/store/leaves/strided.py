@@ -12,10 +12,9 @@ import math
 from typing import Any
 
 import numpy as np
-import torch
 
 from hotset.store.leaves.codecs import register_codec
-from hotset.store.leaves.leaf import SchemaMismatch
+from hotset.store.leaves.leaf import SchemaMismatch, is_tensor
 
 __all__ = ["Strided", "with_strides"]
 
@@ -31,7 +30,7 @@ class Strided:
 
     def __init__(self, array: Any) -> None:
         self.array = array
-        self.is_torch = isinstance(array, torch.Tensor)
+        self.is_torch = is_tensor(array)
         shape = tuple(array.shape)
         each = 1 if self.is_torch else max(array.itemsize, 1)
         strides = array.stride() if self.is_torch else array.strides
@@ -65,7 +64,9 @@ def _flatten(value: Strided) -> Any:
 def _unflatten(tree: Any) -> Any:
     dense, shape, strides, writable = tree
     shape, strides = tuple(shape), tuple(strides)
-    if isinstance(dense, torch.Tensor):
+    if is_tensor(dense):
+        import torch
+
         return torch.empty_strided(shape, strides, dtype=dense.dtype).copy_(dense.view(shape))
     # The element with the lowest address comes first; a negative stride begins at its other end.
     lowest = sum(min(step, 0) * (size - 1) for step, size in zip(strides, shape, strict=True) if size)
@@ -91,10 +92,8 @@ def with_strides(value: Any) -> Any:
     if kind is np.ndarray:
         dense = value.flags.c_contiguous or _is_dense(value.shape, value.strides, value.itemsize)
         return value if (dense and value.flags.writeable) or value.dtype.hasobject else Strided(value)
-    if kind is torch.Tensor and value.layout is torch.strided and not value.is_quantized:
-        if value.is_conj() or value.is_neg():
-            raise SchemaMismatch("a tensor whose conjugate is not computed yet; call resolve_conj()")
-        return value if _is_dense(value.shape, value.stride(), 1) else Strided(value)
+    if is_tensor(value):
+        return _tensor_with_strides(value)
     if kind is dict:
         parts = {name: with_strides(part) for name, part in value.items()}
         return parts if any(parts[name] is not part for name, part in value.items()) else value
@@ -105,6 +104,16 @@ def with_strides(value: Any) -> Any:
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
         return kind._make(with_strides(part) for part in value)
     return value
+
+
+def _tensor_with_strides(value: Any) -> Any:
+    import torch
+
+    if value.layout is not torch.strided or value.is_quantized:
+        return value  # which no leaf takes
+    if value.is_conj() or value.is_neg():
+        raise SchemaMismatch("a tensor whose conjugate is not computed yet; call resolve_conj()")
+    return value if _is_dense(value.shape, value.stride(), 1) else Strided(value)
 
 
 def _is_dense(shape: Any, strides: Any, itemsize: int) -> bool:
