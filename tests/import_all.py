@@ -87,7 +87,14 @@ NEWER = {"tomllib", "annotationlib", "compression", "string.templatelib", "concu
 def _attribute(made: dict[str, Any], name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
-    return made.setdefault(name, _Meta(name, (Stub,), {}))
+    return made.setdefault(name, Plain if name == "Dataset" else _Meta(name, (Stub,), {}))
+
+
+class Plain:
+    """torch's Dataset, which hotset derives from with a metaclass of its own."""
+
+    __init__ = Stub.__init__
+    __class_getitem__ = classmethod(lambda cls, item: cls)
 
 
 def main(folder: Path) -> int:
