@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import mmap
 import os
 import pickle
 import random
@@ -624,3 +625,25 @@ def test_what_was_kept_before_planning_stays(path: Path) -> None:
     HANDLES.clear()
     memoised.cache_clear()
     Outside.file = None
+
+
+READINGS = torch.zeros(1, dtype=torch.int64).share_memory_()
+WRITTEN = np.frombuffer(mmap.mmap(-1, 8), np.int64)
+
+
+class CountsReadings(Dataset[int]):
+    """Counts its readings in all processes."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> int:
+        READINGS.add_(1)
+        WRITTEN[0] += 1
+        return index
+
+
+def test_memory_that_other_processes_write_to_is_not_put_back() -> None:
+    """What one of them has written meanwhile would be lost."""
+    with hotset.cache(CountsReadings(), memory="1MiB"):
+        assert READINGS.item() == WRITTEN[0] > 0

@@ -37,7 +37,7 @@ class Names:
 
     Args:
         owner: the object, class or function.
-        whole: copy contents of any size; otherwise those that are not large.
+        whole: copy contents of any size and memory; otherwise those that are not large, nor shared.
 
     Example:
         >>> import types
@@ -58,7 +58,8 @@ class Names:
         self._empty = empty_memos(list(held))
         for name, value in self._values.items():
             with contextlib.suppress(Exception):  # of a stranger's code: it keeps what it holds
-                if issubclass(type(value), _COPIED) and (whole or _size(value) <= _LARGE):
+                copied = issubclass(type(value), _COPIED)
+                if copied and (whole or (_size(value) <= _LARGE and not _is_shared(value))):
                     is_tensor = issubclass(type(value), torch.Tensor)
                     self._contents[name] = value.detach().clone() if is_tensor else copy.copy(value)
 
@@ -125,10 +126,23 @@ def _is_empty(memo: Any) -> bool:
     return memo is not None and memo.cache_info().currsize == 0
 
 
+def _is_shared(value: Any) -> bool:
+    """Whether an array or tensor lies in memory that other processes may write to meanwhile."""
+    while isinstance(value, np.ndarray):
+        value = value.base
+    if isinstance(value, torch.Tensor):
+        return bool(value.is_shared())  # type: ignore[no-untyped-call]
+    return value is not None and not isinstance(value, _COPIED)
+
+
 def _is_same(value: Any, content: Any) -> bool:
-    """Whether a list, dict or set has its old elements; an array or tensor is written anew in any case."""
+    """Whether a container has its old elements; so that nothing is written where nothing has changed."""
     kind = type(value)
-    if not issubclass(kind, (list, dict, set)) or len(value) != len(content):
+    if issubclass(kind, torch.Tensor):
+        return torch.equal(value, content)
+    if issubclass(kind, np.ndarray):
+        return np.array_equal(value, content)
+    if len(value) != len(content):
         return False
     now, before = (
         [*each, *each.values()] if issubclass(kind, dict) else list(each) for each in (value, content)
