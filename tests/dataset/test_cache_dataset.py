@@ -164,9 +164,41 @@ def _mask(index: int, **known: Any) -> Any:
     return mask
 
 
+def _plain_picture(index: int) -> Any:
+    from PIL import Image
+
+    picture = Image.new("L", (4, 3), index)
+    vars(picture).update(category="road", map={"road": index}, _codes=(1, index))
+    return picture
+
+
+class CopiesElements(Boxes):
+    """One whose own copy lacks the attributes."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.clone()
+
+
 def test_tensors_and_pictures_of_a_users_classes_are_cached() -> None:
-    for make in (_boxes, _mask, lambda index: _mask(index, _codes=("road", index), scale=0.5)):
+    makes: list[Callable[[int], Any]] = [
+        _boxes,
+        _mask,
+        lambda index: _mask(index, _codes=("road", index), scale=0.5, category="road", map={"a": index}),
+        _plain_picture,
+        lambda index: CopiesElements([index], (4, index)),
+    ]
+    for make in makes:
         assert hits_equal_misses(make, 6) == 6
+    with hotset.cache(Samples(_plain_picture, 6), memory="1MiB") as cached:
+        for _ in range(2):
+            found = vars(cached[3])
+            assert (found["category"], found["map"], found["_codes"]) == ("road", {"road": 3}, (1, 3))
+    with hotset.cache(Samples(makes[-1], 6), memory="1MiB") as cached:
+        assert [cached[3].canvas for _ in range(2)] == [(4, 3)] * 2
+
+
+class Word(str):
+    pass
 
 
 @pytest.mark.parametrize("make", [
@@ -174,6 +206,8 @@ def test_tensors_and_pictures_of_a_users_classes_are_cached() -> None:
     lambda index: Slotted([index], (1, 2)),
     lambda index: torch.nn.Parameter(torch.tensor([float(index)]), requires_grad=False),
     lambda index: _mask(index, codes=object),
+    lambda index: _mask(index, words=[Word("road")]),
+    lambda index: _mask(index, scale=np.float64(0.5)),
 ])  # fmt: skip
 def test_those_that_are_more_than_their_elements_and_attributes_are_served_unchanged(
     make: Callable[[int], Any],

@@ -42,8 +42,8 @@ _SHORT = 2048
 _parsed = functools.lru_cache(maxsize=256)(ast.literal_eval)
 _IMAGE_FILE = re.compile(r"PIL\.\w+ImagePlugin:\w+")
 _KEPT = frozenset({int, float, bool, str, type(None)})
-# Public attributes of any picture, which are stored otherwise or say nothing of its content.
-_OF_IMAGE = frozenset({"im", "mode", "size", "palette", "info", "readonly", "pyaccess", "map", "category"})
+_LITERALS = _KEPT | {bytes, complex}
+_COLLECTIONS = frozenset({list, tuple, set})
 # Attributes of an open file; the picture that comes back has none.
 _NO_FILE = {"fp": None, "_exclusive_fp": False, "readonly": 0}
 _OF_FILE = frozenset(
@@ -52,9 +52,23 @@ _OF_FILE = frozenset(
 
 
 def flatten_image(image: Any) -> Any:
-    own = {key: part for key, part in vars(image).items() if key[:1] != "_" and key not in _OF_IMAGE}
+    own = _own_attributes(image)
     # A picture to which a program has given attributes has one leaf more.
     return _flattened(image, *[_literal(own, "the attributes")] if own else [])
+
+
+def _own_attributes(image: Any) -> dict[str, Any]:
+    """What a program has set on a picture that is no file's."""
+    pillows = _attributes_of_pillow()
+    return {key: part for key, part in vars(image).items() if key not in pillows}
+
+
+@functools.lru_cache(maxsize=1)
+def _attributes_of_pillow() -> frozenset[str]:
+    """The attributes that this version of Pillow gives any picture."""
+    from PIL import Image
+
+    return frozenset(vars(Image.Image()))
 
 
 def _flattened(image: Any, *own: str) -> Any:
@@ -120,11 +134,25 @@ def _literal(value: Any, what: str) -> str:
     """
     text = repr(value)
     try:
-        if ast.literal_eval(text) != value if len(text) > _SHORT else _parsed(text) != value:
+        parsed = ast.literal_eval(text) if len(text) > _SHORT else _parsed(text)
+        if parsed != value or not _is_of_literals(value):
             raise SchemaMismatch(f"a PIL image of which {what} cannot be stored as text")
     except (ValueError, SyntaxError) as error:
         raise SchemaMismatch(f"a PIL image with objects in {what}") from error
     return text
+
+
+def _is_of_literals(value: Any) -> bool:
+    """Whether a literal has the value's class; one of Pillow's own for a number or text may become it.
+
+    Such are in ``info`` of many photographs (``IFDRational``) and screenshots (``iTXt``).
+    """
+    kind = type(value)
+    if kind is dict:
+        return all(map(_is_of_literals, (*value, *value.values())))
+    if kind in _COLLECTIONS:
+        return all(map(_is_of_literals, value))
+    return kind in _LITERALS or kind.__module__.startswith("PIL.")
 
 
 def _value(text: str) -> Any:
@@ -156,13 +184,11 @@ def image_subclass(cls: type) -> tuple[Callable[[Any], Any], Callable[[Any], Any
     above = cls.__mro__[: cls.__mro__.index(base)]
     if any(vars(each).keys() & _SAYS_ITSELF for each in above):
         return None
-    pillows = _OF_IMAGE | vars(base()).keys()
 
     def flatten(image: Any) -> Any:
         if type(image) is not cls:
             raise SchemaMismatch(f"a picture of another class of the name {cls.__qualname__}")
-        own = {key: part for key, part in vars(image).items() if key not in pillows}
-        return _flattened(image, _literal(own, "the attributes"))
+        return _flattened(image, _literal(_own_attributes(image), "the attributes"))
 
     def unflatten(tree: Any) -> Any:
         image = unflatten_image(tree)
