@@ -18,7 +18,8 @@ meanwhile, as its attributes may describe the container, or if it has a thread o
 ``SmartCacheDataset``).
 
 What their code keeps elsewhere is put back as well: a file that is opened once for each process may be in a
-global, in a class, in a dict of the module, or in what ``functools.lru_cache`` keeps.
+global, in a class, in a dict of the module, or in what ``functools.lru_cache`` keeps. What the code of a
+thread that runs names is left as it is: that thread may have written it.
 
 The audit reads a sample in the main process now and then, too, and puts back the attributes of the objects
 that are near (:meth:`HeldAttributes.near`). All would take longer than reading.
@@ -58,6 +59,7 @@ from hotset.determinism.objects.safe_access import (
     length,
     set_attribute,
 )
+from hotset.determinism.objects.thread_names import named_by_threads
 
 __all__ = ["Difference", "HeldAttributes", "outer_code"]
 
@@ -151,7 +153,7 @@ class HeldAttributes:
         outside: bool = False,
     ) -> None:
         room, transforms = Room() if room is None else room, tuple(transforms)
-        self._outside = [Names(each) for each in outer_code(dataset, transforms)] if outside else []
+        self._hold_outside(outer_code(dataset, transforms) if outside else ())
         self._counts = counts
         owners: dict[int, Any] = {}
         kinds_of_transforms: tuple[type, ...] = (object,) if libraries else _NAMESPACES
@@ -165,6 +167,10 @@ class HeldAttributes:
     def _hold(self, owners: Iterable[Any], room: Room) -> None:
         self._held = [_Owner.of(owner, room, self._counts) for owner in owners]
         self._memos = [memo for each in self._held for memo in empty_memos(each.held.values())]
+
+    def _hold_outside(self, code: Iterable[Any]) -> None:
+        self._outside = [Names(each) for each in code]
+        self._threads = named_by_threads() if self._outside else set()
 
     @classmethod
     def near(
@@ -182,7 +188,7 @@ class HeldAttributes:
             each for each in near_objects(holders) if id(each) in own or is_a(each, kinds) or is_users(each)
         )
         held._hold(found, Room.small())
-        held._outside = [Names(each) for each in outside]
+        held._hold_outside(outside)
         return held
 
     def put_back(self) -> None:
@@ -202,9 +208,10 @@ class HeldAttributes:
                 each.put_back()
         for memo in self._memos:
             memo.cache_clear()
+        threads = self._threads | named_by_threads() if self._outside else set()
         for names in self._outside:
             with contextlib.suppress(Exception):  # of a stranger's code: then it stays as reading left it
-                names.put_back()
+                names.put_back(threads)
 
     def changed(self, *, shared: bool = False, computed: bool = False) -> Difference | None:
         """An attribute that is another now; None if all are what they were.

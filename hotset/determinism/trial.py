@@ -28,6 +28,7 @@ from hotset.determinism.equality import content_digests
 from hotset.determinism.objects.names import Names
 from hotset.determinism.objects.object_graph import attributes, held_objects, reached_by_code
 from hotset.determinism.objects.safe_access import attributes_of
+from hotset.determinism.objects.thread_names import named_by_threads
 from hotset.determinism.timing import Timed
 
 __all__ = ["Trial", "alters_input", "attempt", "output_and_seconds"]
@@ -142,11 +143,13 @@ def _untouched(steps: Sequence[Any]) -> Iterator[None]:
         for step in steps
         for owner in {id(each): each for each in (*held_objects(step), *reached_by_code(step))}.values()
     ]
+    threads = named_by_threads()
     try:
         yield
     finally:
+        threads |= named_by_threads()
         for each in kept:
-            each.put_back()
+            each.put_back(threads)
 
 
 def _digests(step: Any) -> dict[str, bytes]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import mmap
 import os
 import pickle
 import random
 import threading
+import time
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -647,3 +649,67 @@ def test_memory_that_other_processes_write_to_is_not_put_back() -> None:
     """What one of them has written meanwhile would be lost."""
     with hotset.cache(CountsReadings(), memory="1MiB"):
         assert READINGS.item() == WRITTEN[0] > 0
+
+
+COLLECTED: list[int] = []
+COUNTS: dict[str, int] = {}
+LATEST = 0
+
+
+class Progress:
+    steps = 0
+
+
+class Reports(Dataset[torch.Tensor]):
+    """Names what a thread of the program writes, and writes to some of it."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        COUNTS["read"] = COUNTS.get("read", 0) + 1
+        time.sleep(0.002)
+        return torch.tensor(index + 0 * (len(COLLECTED) + LATEST + Progress.steps))
+
+
+def _collect(number: int) -> None:
+    global LATEST
+    LATEST = number
+    Progress.steps += 1
+    COUNTS["collected"] = number
+    COLLECTED.append(number)
+
+
+@pytest.mark.parametrize("audited", [False, True], ids=["planned", "audited"])
+def test_what_a_thread_of_the_program_writes_meanwhile_stays(
+    audited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A global that it shares with the dataset is not as it was before planning."""
+    ends = threading.Event()
+    COLLECTED.clear()
+    Progress.steps = 0
+    monkeypatch.setattr(audit, "_SHARE", 1e9 if audited else 0)
+
+    def collect() -> None:
+        for number in itertools.count(1):
+            _collect(number)
+            if ends.wait(0.0005):
+                break
+
+    thread = threading.Thread(target=collect)
+    thread.start()
+    seen = []
+    try:
+        with hotset.cache(Reports(), memory="1MiB") as cached:
+            seen.append(len(COLLECTED))
+            for _ in range(2 if audited else 0):
+                list(DataLoader(cached, batch_size=2))
+                seen.append(len(COLLECTED))
+    finally:
+        ends.set()
+        thread.join()
+    assert seen == sorted(seen)
+    assert seen[0] > 0
+    last = len(COLLECTED)
+    assert list(range(1, last + 1)) == COLLECTED
+    assert (LATEST, Progress.steps, COUNTS["collected"]) == (last, last, last)

@@ -11,6 +11,7 @@ Which names does a dataset's reading code use?      :mod:`.reading_names`; outsi
                                                     :mod:`.outer_names`
 What did objects hold before a generator was made?  :mod:`.near_attributes`
 What did code keep in globals, classes, closures?   :mod:`.names`
+Which names do the threads that run use?            :mod:`.thread_names`
 What does an array, a table or a container hold?    :mod:`.mutable_content`
 ==================================================  ==========================================
 """

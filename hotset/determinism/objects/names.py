@@ -12,7 +12,7 @@ import copy
 import functools
 import operator
 import types
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ import torch
 from hotset.determinism.objects.code_dependencies import loaded_globals
 from hotset.determinism.objects.object_graph import attributes
 from hotset.determinism.objects.safe_access import UNSET, content_of_cell
+from hotset.determinism.objects.thread_names import key_of
 
 __all__ = ["Names", "empty_memos"]
 
@@ -63,18 +64,31 @@ class Names:
                     is_tensor = issubclass(type(value), torch.Tensor)
                     self._contents[name] = value.detach().clone() if is_tensor else copy.copy(value)
 
-    def put_back(self) -> None:
+    def put_back(self, threads: Collection[Any] = ()) -> None:
+        """Set all names to what they were, with the contents that they had.
+
+        Args:
+            threads: what :func:`~.thread_names.named_by_threads` found: it is left as it is now.
+        """
         now = _values(self._owner)
         for name in set(now) - set(self._values):
-            _set(self._owner, name)
+            if not self._is_named(name, threads):
+                _set(self._owner, name)
         for name, value in self._values.items():
-            if name not in now or now[name] is not value:
+            if (name not in now or now[name] is not value) and not self._is_named(name, threads):
                 _set(self._owner, name, value)
+            if id(value) in threads:
+                continue
             if name in self._contents and not _is_same(value, self._contents[name]):
                 _refill(value, self._contents[name])
         for memo in self._empty:
             if not _is_empty(memo):
                 memo.cache_clear()
+
+    def _is_named(self, name: Any, threads: Collection[Any]) -> bool:
+        if isinstance(name, tuple):
+            return key_of(self._owner.__globals__, name[0]) in threads
+        return isinstance(name, str) and key_of(self._owner, name) in threads
 
 
 def _values(owner: Any) -> dict[Any, Any]:
