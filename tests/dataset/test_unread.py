@@ -10,6 +10,7 @@ import pickle
 import random
 import threading
 import time
+import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -577,6 +578,17 @@ def in_the_class(path: Path) -> Handle:
     return Outside.file  # type: ignore[no-any-return]
 
 
+SHELF: Any = types.ModuleType("shelf_of_handles")  # a module of the user's, whose names it uses by its own
+SHELF.file = None
+SHELF.handles = {}
+
+
+def in_another_module(path: Path) -> Handle:
+    if SHELF.file is None:
+        SHELF.file = SHELF.handles[path] = SHELF.first = Handle(path)
+    return SHELF.file  # type: ignore[no-any-return]
+
+
 @functools.cache
 def memoised(path: Path) -> Handle:
     return Handle(path)
@@ -592,20 +604,30 @@ class Memoised:
 
 def _kept() -> list[Any]:
     """What is kept outside of a dataset now."""
-    return [dict(HANDLES), FILE, Outside.file, memoised.cache_info().currsize, _called.cache_info().currsize]
+    shelf = [SHELF.file, dict(SHELF.handles), hasattr(SHELF, "first")]
+    return [
+        dict(HANDLES),
+        FILE,
+        Outside.file,
+        shelf,
+        memoised.cache_info().currsize,
+        _called.cache_info().currsize,
+    ]
 
 
 _called: Any = vars(Memoised)["__call__"]
 
 
-@pytest.mark.parametrize("get", [in_a_dict, in_a_global, in_the_class, memoised, Memoised()])
+@pytest.mark.parametrize(
+    "get", [in_a_dict, in_a_global, in_the_class, in_another_module, memoised, Memoised()]
+)
 @pytest.mark.parametrize("audited", [False, True], ids=["planned", "audited"])
 def test_what_code_keeps_outside_of_the_dataset_is_put_back(
     get: Callable[[Path], Handle], audited: bool, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A forked worker would share the file with others, and read at their places."""
     before = _kept()
-    assert before == [{}, None, None, 0, 0]
+    assert before == [{}, None, None, [None, {}, False], 0, 0]
     monkeypatch.setattr(audit, "_SHARE", 1e9)
     with hotset.cache(Outside(path, get), memory="1MiB") as cached:
         assert _kept() == before

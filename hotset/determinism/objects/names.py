@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hotset.determinism.objects.code_dependencies import loaded_globals
+from hotset.determinism.objects.code_dependencies import installed, loaded_globals, names_in
 from hotset.determinism.objects.object_graph import attributes
 from hotset.determinism.objects.safe_access import UNSET, content_of_cell
 from hotset.determinism.objects.thread_names import key_of
@@ -87,21 +87,38 @@ class Names:
 
     def _is_named(self, name: Any, threads: Collection[Any]) -> bool:
         if isinstance(name, tuple):
-            return key_of(self._owner.__globals__, name[0]) in threads
+            return key_of(_globals_of(self._owner, name), name[-1]) in threads
         return isinstance(name, str) and key_of(self._owner, name) in threads
 
 
 def _values(owner: Any) -> dict[Any, Any]:
-    """What an owner's names stand for. Of a function, a global's name is in a tuple, a cell has a number."""
+    """What an owner's names stand for.
+
+    Of a function, a global's name is in a tuple, after that of its module if this is another one of the
+    user's; a cell has a number.
+    """
     if issubclass(type(owner), type):
         return {name: value for name, value in vars(owner).items() if not name.startswith(("__", "_hotset"))}
     found: dict[Any, Any] = {**attributes(owner)}
     if issubclass(type(owner), types.FunctionType):
         read = {names[0] for names in loaded_globals(owner.__code__)}
         found.update({(name,): owner.__globals__[name] for name in read & owner.__globals__.keys()})
+        for name in [name for name in read if _is_users_module(owner.__globals__.get(name))]:
+            held = vars(owner.__globals__[name])
+            found.update({(name, each): held[each] for each in names_in(owner.__code__) & held.keys()})
         cells = dict(enumerate(map(content_of_cell, owner.__closure__ or ())))
         found.update((number, content) for number, content in cells.items() if content is not UNSET)
     return found
+
+
+def _is_users_module(value: Any) -> bool:
+    return type(value) is types.ModuleType and installed(value.__name__) is None
+
+
+def _globals_of(owner: Any, name: tuple[str, ...]) -> dict[str, Any]:
+    """The namespace of a function's name."""
+    names: dict[str, Any] = owner.__globals__
+    return names if len(name) == 1 else vars(names[name[0]])
 
 
 def _set(owner: Any, name: Any, value: Any = UNSET) -> None:
@@ -109,7 +126,7 @@ def _set(owner: Any, name: Any, value: Any = UNSET) -> None:
     if isinstance(name, int):
         owner, name = owner.__closure__[name], "cell_contents"
     if isinstance(name, tuple):
-        names, (name,) = owner.__globals__, name
+        names, name = _globals_of(owner, name), name[-1]
         names.pop(name) if value is UNSET else names.update({name: value})
     else:
         kind: Any = type if issubclass(type(owner), type) else object
