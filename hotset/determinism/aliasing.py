@@ -274,14 +274,13 @@ def _copy_array(array: Any, memo: dict[int, Any]) -> None:
 def _not_for_deepcopy(value: Any, entered: set[int]) -> Iterable[Any]:
     """What :mod:`copy` would not copy as it is: some tensors and arrays.
 
-    These are tensors with larger storages, or whose class has a copy of its own, which may lack attributes;
-    and arrays that are read-only, or that a program has given attributes.
+    These are tensors, and arrays that are read-only, or that a program has given attributes.
     """
     kind = type(value)
     if kind in _ATOM_TYPES or issubclass(kind, _ATOMS) or id(value) in entered:
         return
     if issubclass(kind, torch.Tensor):
-        if kind is torch.Tensor or _is_copied_otherwise(value):
+        if kind is torch.Tensor or _is_elements_and_attributes(value):
             yield value
         return
     entered.add(id(value))
@@ -297,15 +296,12 @@ def _not_for_deepcopy(value: Any, entered: set[int]) -> Iterable[Any]:
         yield from _not_for_deepcopy(part, entered)
 
 
-def _is_copied_otherwise(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of a subclass has a larger storage than it has elements, or a copy of its own."""
-    kind: Any = type(tensor)
-    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or slots_of(tensor):
+def _is_elements_and_attributes(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a subclass can be copied as such: torch's own may raise, others lack some."""
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or slots_of(tensor):
         return False
     with torch._C.DisableTorchFunctionSubclass():
-        plain = tensor.layout is torch.strided and not tensor.is_meta
-        own = kind.__deepcopy__ is not torch.Tensor.__deepcopy__
-        return plain and (own or tensor.untyped_storage().nbytes() > tensor.nbytes)
+        return tensor.layout is torch.strided and not tensor.is_meta
 
 
 # ---- reference counts of a new object ------------------------------------------------------------------

@@ -7,6 +7,7 @@ source. With a cache both epochs equal that first epoch, and the source does not
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -478,3 +479,18 @@ def test_a_dataset_that_returns_one_buffer_with_other_content_is_not_said_to_wor
 
     with pytest.raises(hotset.NotCacheable, match="returns another sample each time"):
         hotset.cache(Random(), memory="1MiB")
+
+
+class Tagged(torch.Tensor):
+    """A tensor of a user's class, of which torch's own deep copy raises."""
+
+
+def test_tensors_of_a_users_class_are_copied_before_a_transform() -> None:
+    held = [torch.full((2,), float(index)).as_subclass(Tagged) for index in range(4)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", hotset.HotsetWarning)
+        with hotset.cache(held, memory="1MiB", transform=[lambda value: value.add_(1)]) as cached:
+            found = [cached[index] for _ in range(2) for index in range(4)]
+    assert [type(value) for value in found] == [Tagged] * 8
+    assert [value.tolist() for value in found] == [[index + 1.0] * 2 for index in range(4)] * 2
+    assert [value.tolist() for value in held] == [[float(index)] * 2 for index in range(4)]
