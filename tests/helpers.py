@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import hashlib
 import itertools
 import multiprocessing
@@ -357,7 +358,8 @@ def interrupted_everywhere(body: Callable[[], object]) -> Iterator[None]:
                     raise KeyboardInterrupt
 
         while left <= 0:  # the last one came to an interrupt, if perhaps inside a destructor, which drops it
-            left = place
+            left, collects = place, gc.isenabled()
+            gc.disable()  # its callbacks, of other libraries' too, would be interrupted, and nobody told
             try:
                 sys.setprofile(interrupt)
                 body()
@@ -365,6 +367,8 @@ def interrupted_everywhere(body: Callable[[], object]) -> Iterator[None]:
                 kept.append(error)
             finally:
                 sys.setprofile(None)
+                if collects:
+                    gc.enable()
             place += 1
             yield
 
