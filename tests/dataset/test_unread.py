@@ -735,3 +735,31 @@ def test_what_a_thread_of_the_program_writes_meanwhile_stays(
     last = len(COLLECTED)
     assert list(range(1, last + 1)) == COLLECTED
     assert (LATEST, Progress.steps, COUNTS["collected"]) == (last, last, last)
+
+
+class Registry(OrderedDict[str, int]):
+    """Takes what is new, and gives up nothing."""
+
+    def clear(self) -> None:
+        raise RuntimeError("nothing of this is given up")
+
+    def update(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError("one by one")
+
+
+REGISTRY = Registry()
+REGISTRY["first"] = 1
+
+
+class Registers(Dataset[int]):
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> int:
+        REGISTRY[f"sample {index}"] = index
+        return index
+
+
+def test_a_container_whose_class_refuses_to_be_emptied_is_put_back() -> None:
+    with hotset.cache(Registers(), memory="1MiB"):
+        assert list(REGISTRY.items()) == [("first", 1)]

@@ -22,6 +22,7 @@ from hotset.determinism.objects.code_dependencies import installed, loaded_globa
 from hotset.determinism.objects.object_graph import attributes
 from hotset.determinism.objects.safe_access import UNSET, content_of_cell
 from hotset.determinism.objects.thread_names import key_of
+from hotset.store.leaves.instances import solid_base
 
 __all__ = ["Names", "empty_memos"]
 
@@ -187,13 +188,17 @@ def _size(value: Any) -> int:
 
 
 def _refill(value: Any, content: Any) -> None:
-    """Give a container, array or tensor its old content again."""
+    """Give a container, array or tensor its old content again.
+
+    By the methods of the class that was written in C: a user's own may refuse, and leave it empty.
+    """
     kind = type(value)
+    base: Any = solid_base(kind)
     if issubclass(kind, list):
-        value[:] = content
+        base.__setitem__(value, slice(None), content)
     elif issubclass(kind, (dict, set)):
-        value.clear()
-        value.update(content)
+        base.clear(value)
+        base.update(value, content)
     elif issubclass(kind, np.ndarray):
         np.copyto(value, content, casting="unsafe")
     elif not value.requires_grad:
