@@ -193,6 +193,7 @@ class GpuCache:
 
     def select(self, rows: torch.Tensor) -> Any:
         """The batch of these rows (int64, on the device); can be captured in a graph."""
+        # Of more than 16 rows torch moves 16 bytes at a time, if a row is made of such.
         moved = ((column, _moved(column).index_select(0, rows)) for column in self.columns)
         picked = iter([made.view(c.dtype).view(len(rows), *c.shape[1:]) for c, made in moved])
         return map_tensors(lambda _: next(picked), self.example)

@@ -255,6 +255,7 @@ class QueuePass(Generic[T]):
         self._fetched: deque[_Fetched] = deque()
         self.state = queue._state
         self._ahead = queue.depth if transfer.ahead else 0
+        self._given = 0  # batches that were handed over, and errors
         self._stateful = hasattr(self._loader, "state_dict")
         self._source: Iterator[Any] | None = None
         self._resident: ResidentBatches | None = None
@@ -302,9 +303,11 @@ class QueuePass(Generic[T]):
             )
         if self._over:
             raise StopIteration
-        while not self._stuck and len(self._fetched) <= self._ahead:
+        # One more is sent ahead of each batch than of the one before: the first step waits for its own alone.
+        while not self._stuck and len(self._fetched) <= min(self._ahead, self._given):
             self._fetch_one()
         sent, error, _ = self._fetched.popleft()
+        self._given += 1
         self.state = self._fetched[0].state if self._fetched else None
         if error is not None:
             self._stuck = False

@@ -77,9 +77,16 @@ class HostTransfer:
 
 
 class _Sent(NamedTuple):
+    """A batch on its way.
+
+    Attributes:
+        event: behind its copies; None if there is nothing to copy.
+        size: bytes that its copies take on the device.
+    """
+
     batch: Any
     event: Any
-    size: int  # bytes that it takes on the device
+    size: int
 
 
 class StreamTransfer:
@@ -107,6 +114,8 @@ class StreamTransfer:
 
     def send(self, batch: Any) -> _Sent:
         self._wait_for_steps()
+        if all(tensor.device == self._device for tensor in tensors_of(batch)):  # it was gathered there
+            return _Sent(map_tensors(lambda tensor: tensor, batch), None, 0)
         host: list[torch.Tensor] = []
         with self._api.stream(self._stream):
             try:
@@ -143,7 +152,8 @@ class StreamTransfer:
             self._pending.append((stream.record_event(), self._last_size))
             self._pending_bytes += self._last_size
         self._last_size = sent.size
-        stream.wait_event(sent.event)
+        if sent.event is not None:
+            stream.wait_event(sent.event)
         for tensor in tensors_of(sent.batch):
             for one in memory_of(tensor):
                 if one.device == self._device:

@@ -203,6 +203,16 @@ def test_at_most_depth_batches_are_read_before_they_are_wanted() -> None:
             assert len(read) <= wanted + 3
 
 
+def test_the_first_step_waits_for_its_own_batch_alone(ahead: None) -> None:
+    read: list[int] = []
+    loader: Any = DataLoader(Samples(lambda i: read.append(i) or torch.tensor(i), 12), batch_size=None)
+    with DeviceQueue(loader, 3, **on_cpu) as queue:
+        for _ in range(2):
+            counts = [len(read) for _ in queue]
+            assert counts == [1, 3, 5, 7, 8, 9, 10, 11, 12, 12, 12, 12]
+            read.clear()
+
+
 def test_a_pass_begins_with_its_first_batch_and_does_not_reach_into_the_next() -> None:
     begun: list[str] = []
 
@@ -511,7 +521,7 @@ def test_a_stall_is_said_and_the_pass_goes_on(
     assert is_a_sentence(text)
     assert "timeout=0.2" in text
     assert ("Raise num_workers=1" if kind == "workers" else "Make it faster") in text
-    assert ("2 of depth=2 batches are left" if kind == "ahead" else "nothing is left") in text
+    assert ("1 of depth=2 batches are left" if kind == "ahead" else "nothing is left") in text
 
 
 @pytest.mark.parametrize("timeout", [0.04, float("inf"), 1e300])

@@ -291,6 +291,22 @@ def test_what_is_on_the_device_and_what_is_no_tensor_stays_as_it_is() -> None:
         lane.close()
 
 
+def test_a_batch_that_is_on_the_device_waits_for_no_copies() -> None:
+    with Card() as card:
+        lane = lane_of(card)
+        there = lane.receive(lane.send([torch.ones(3)]))
+        card.copies[0].run()
+        card.steps.run()
+        lane.send(torch.zeros(3))
+        got = lane.receive(lane.send(there))
+        assert got[0] is there[0]
+        assert got is not there, "the consumer may change its list"
+        card.steps.run()
+        assert len(card.copies[0].left) == 1
+        assert [tensor is there[0] for tensor, _ in card.used] == [True, True]
+        lane.close()
+
+
 def test_what_is_received_is_said_to_be_used_by_the_consumers_stream() -> None:
     """Else the allocator gives its memory to the next copy while the step reads it."""
     with Card() as card:

@@ -7,7 +7,7 @@
     python -m tests.gpu --only figures/              a part of it; --list prints the names
     python -m pytest tests/gpu                       the checks alone, in one process
 
-None of this has run on a GPU so far: what the checks say there of hotset, and of themselves, is to be seen.
+What a run on an H100 gave is in docs/sinking.md, beside what was changed after it and waits for the next.
 
 All but the last need torch and numpy alone, with this checkout as the working folder. (Where some package
 has installed a folder ``tests`` of its own: ``python -m gpu`` in ``tests/``, the checkout in ``PYTHONPATH``.)

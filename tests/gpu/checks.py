@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import multiprocessing
 import os
 import random
 import tempfile
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -409,6 +411,23 @@ def a_compiled_network_is_captured(device: str) -> None:
         training = Training(device)
         step = training_step(torch.compile(training.network), training.optimizer, grey)
         loader = loader_of(digits(), drop_last=True)  # each shape is compiled
+        with hotset.data_sink(step, loader, 10, device=device, graph=graph, outputs="all") as sink:
+            found = [loss for _ in range(3) for loss in sink().tolist()]
+            assert graph is False or sink.captured, sink.why
+        return found
+
+    with _deterministic():
+        _close(run(True), run(False), 1e-4)
+
+
+def a_step_compiled_as_a_whole_is_captured(device: str) -> None:
+    if device == "cpu":
+        return
+
+    def run(graph: Any) -> list[float]:
+        training = Training(device)
+        loader = loader_of(digits(), drop_last=True)
+        step = torch.compile(training.step)
         with hotset.data_sink(step, loader, 10, device=device, graph=graph, outputs="all") as sink:
             found = [loss for _ in range(3) for loss in sink().tolist()]
             assert graph is False or sink.captured, sink.why
@@ -868,6 +887,43 @@ def one_rank_of_distributed_data_parallel_is_captured(device: str) -> None:
         group.destroy_process_group()
 
 
+# Kills
+
+
+def _copy_for_ever(cached: Any, device: str, pipe: Any) -> None:
+    with hotset.DeviceQueue(hotset.DataLoader(cached, 4, pin_memory=device != "cpu"), device=device) as queue:
+        while True:
+            for (batch,) in queue:
+                batch.add_(1)
+            pipe.send("once")
+
+
+def a_process_that_is_killed_while_it_copies_takes_nothing_with_it(device: str) -> None:
+    """Its memory on the device is given back; the cache, which it has read from, is as it was."""
+    context = multiprocessing.get_context("spawn")
+    data = TensorDataset(torch.arange(32, dtype=torch.uint8)[:, None].repeat(1, 4 << 20))
+    with hotset.cache(data, memory="512MiB") as cached:
+        for _ in hotset.DataLoader(cached, 4):
+            pass
+        for number in range(3):
+            free = torch.cuda.mem_get_info(device)[0] if device != "cpu" else 0
+            ours, theirs = context.Pipe()
+            copying = context.Process(target=_copy_for_ever, args=(cached, device, theirs))
+            copying.start()
+            theirs.close()
+            assert ours.recv() == "once"
+            time.sleep(0.003 * number)
+            copying.kill()
+            copying.join()
+            with hotset.DeviceQueue(hotset.DataLoader(cached, 4), device=device) as queue:
+                found = torch.cat([batch.cpu() for (batch,) in queue])
+            assert torch.equal(found, data.tensors[0])
+            until = time.monotonic() + 5
+            while device != "cpu" and torch.cuda.mem_get_info(device)[0] < free - (256 << 20):
+                assert time.monotonic() < until, "the device's memory is not given back"
+                time.sleep(0.05)
+
+
 # Resident samples
 
 
@@ -942,10 +998,12 @@ CHECKS: list[Callable[[str], None]] = [
     one_rank_of_distributed_data_parallel_is_captured,
     samples_that_are_resident_in_part_train_alike,
     samples_for_which_there_is_no_room_come_from_the_cache,
+    a_process_that_is_killed_while_it_copies_takes_nothing_with_it,
 ]
 # They compile for a minute or two, so they are run after the figures.
 LAST: list[Callable[[str], None]] = [
     a_compiled_network_is_captured,
+    a_step_compiled_as_a_whole_is_captured,
     a_step_compiled_into_graphs_of_its_own_is_eager,
 ]
 # Seconds, for those that may take more than half a minute.
@@ -953,6 +1011,8 @@ LIMITS: dict[Callable[[str], None], float] = {
     losses_are_those_of_a_plain_loop: 120.0,
     one_rank_of_distributed_data_parallel_is_captured: 60.0,
     samples_for_which_there_is_no_room_come_from_the_cache: 60.0,
+    a_process_that_is_killed_while_it_copies_takes_nothing_with_it: 90.0,
     a_compiled_network_is_captured: 180.0,
+    a_step_compiled_as_a_whole_is_captured: 180.0,
     a_step_compiled_into_graphs_of_its_own_is_eager: 240.0,
 }

@@ -6,19 +6,24 @@ launch-bound           LeNet-5, batch 32: steps/s of the sink, resident, over th
                        long the kernels themselves take
 by hand                the same sink over one graph of the same step, gathering included,    at least 0.95
                        captured and replayed by hand
-against a scan         the same sink over JAX's scan of as many of the same steps            at least 0.9
+against a scan         the same sink over JAX's scan of as many of the same steps; JAX       at least 0.9
+                       compiles its step, so the sink of a compiled one is there, too
 fed from the cache     ResNet-50, batch 256, bfloat16, channels last: steps/s from the       at least 0.99
-                       cache over those on one batch that never leaves the device
+                       cache over those on one batch that never leaves the device, in
+                       passes of 40 batches, each a call
 not launch-bound       a network of large products: the sink over an eager loop with a       at least 0.99
                        DataLoader
-idle                   the part of the time in which no kernel runs, ResNet-50 from the      below 0.01
-                       cache, of a profiler's trace: gaps within steps count as well
+idle                   the part of the time that lies between steps, ResNet-50 from the      below 0.01
+                       cache, of a profiler's trace; the note says how much lies in them
 copies                 bytes/s of a queue over page-locked batches, over those of copies     at least 0.9
                        of one page-locked block
 gathered               bytes/s of batches of 2048 resident samples of 150 KB, over those     at least 0.8
                        of a copy within the device's memory
 frozen encoder         samples/s of an epoch over cached features of a vision transformer    above 1
                        of size B, over those of computing them anew
+photographs            images/s of a plain loop of ResNet-18 and of ResNet-50 over JPEG      above 1
+                       files, resized, then cropped and flipped at random: a later epoch
+                       of hotset's loader over one of torch's (photographs.py)
 =====================  ====================================================================  ==============
 
 Each function gives its figures one by one, so that those before an error are told.
@@ -36,7 +41,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import hotset
 
@@ -65,6 +70,7 @@ class Scale(NamedTuple):
     gathers: tuple[int, int]  # batches, and rows of each
     encoder: dict[str, Any]
     pictures: int
+    photographs: tuple[int, int]  # files, and how often each is in the dataset
 
 
 FULL = Scale(
@@ -75,7 +81,7 @@ FULL = Scale(
     224,
     256,
     10,
-    20,
+    40,
     8192,
     4096,
     50,
@@ -87,6 +93,7 @@ FULL = Scale(
     (256, 2048),
     {},
     2048,
+    (512, 16),
 )
 TINY = Scale(
     2,
@@ -108,7 +115,16 @@ TINY = Scale(
     (4, 32),
     {"width": 16, "layers": 1, "heads": 2},
     64,
+    (12, 2),
 )
+
+
+class Kernel(NamedTuple):
+    """What ran on the device: when, in microseconds, and what it was."""
+
+    begin: float
+    end: float
+    name: str
 
 
 class Figure(NamedTuple):
@@ -140,7 +156,7 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _seconds(device: str, run: Callable[[], object]) -> float:
+def seconds(device: str, run: Callable[[], object]) -> float:
     _wait(device)
     begun = time.perf_counter()
     run()
@@ -148,7 +164,7 @@ def _seconds(device: str, run: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def _ratios(
+def ratios(
     device: str, pairs: int, ours: Callable[[], object], theirs: Callable[[], object]
 ) -> tuple[list[float], float, float]:
     """How many times as fast ours is, for each pair, and the median seconds of both; each ran once before."""
@@ -157,12 +173,12 @@ def _ratios(
     for number in range(pairs):
         # Each is first in every other pair: what is warm from the run before favours neither.
         if number % 2:
-            theirs_took, ours_took = _seconds(device, theirs), _seconds(device, ours)
+            theirs_took, ours_took = seconds(device, theirs), seconds(device, ours)
         else:
-            ours_took, theirs_took = _seconds(device, ours), _seconds(device, theirs)
+            ours_took, theirs_took = seconds(device, ours), seconds(device, theirs)
         found.append((ours_took, theirs_took))
-    ratios = [theirs_took / ours_took for ours_took, theirs_took in found]
-    return ratios, statistics.median(o for o, _ in found), statistics.median(t for _, t in found)
+    times = [theirs_took / ours_took for ours_took, theirs_took in found]
+    return times, statistics.median(o for o, _ in found), statistics.median(t for _, t in found)
 
 
 class _Endless:
@@ -204,15 +220,38 @@ def _lenet_step(device: str) -> Callable[..., Any]:
     return training_step(network, sgd(network), grey)
 
 
+def _compiled_lenet_step(device: str) -> Callable[..., Any]:
+    """The same; torch.compile makes few kernels of it."""
+    torch.manual_seed(7)
+    network = lenet().to(device)
+    optimizer: Any = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9, fused=True)
+
+    def loss_of(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(network(grey(images)), labels)
+
+    compiled = torch.compile(loss_of)
+
+    def step(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss: torch.Tensor = compiled(images, labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return loss
+
+    return step
+
+
 @contextmanager
-def _lenet_sink(device: str, scale: Scale, dataset: Any) -> Iterator[Any]:
+def _lenet_sink(
+    device: str, scale: Scale, dataset: Any, make: Callable[[str], Callable[..., Any]] = _lenet_step
+) -> Iterator[Any]:
     """LeNet-5 sunk, over samples that are resident."""
     with hotset.cache(dataset, memory="1GiB") as cached:
         loader = hotset.DataLoader(cached, batch_size=32, shuffle=True)
         for _ in loader:
             pass
         queue = hotset.DeviceQueue(loader, device=device, resident="1GiB")
-        with hotset.data_sink(_lenet_step(device), queue, scale.lenet_steps) as sink:
+        with hotset.data_sink(make(device), queue, scale.lenet_steps) as sink:
             yield sink
 
 
@@ -220,9 +259,9 @@ def _figure(
     name: str, asked: str, found: tuple[list[float], float, float], amount: float, unit: str, note: str = ""
 ) -> Figure:
     """One of ratios: what is done ``amount`` times, and how often in a second."""
-    ratios, ours, theirs = found
+    pairs, ours, theirs = found
     said = f"{amount / ours:,.0f} {unit} against {amount / theirs:,.0f}{note}"
-    return Figure(name, asked, statistics.median(ratios), ratios, said)
+    return Figure(name, asked, statistics.median(pairs), pairs, said)
 
 
 def launch_bound(device: str, scale: Scale) -> Iterator[Figure]:
@@ -240,18 +279,18 @@ def launch_bound(device: str, scale: Scale) -> Iterator[Figure]:
         loops[workers] = _Endless(_lenet_step(device), loader, device)
     for loop in loops.values():
         loop(10)
-    took = {workers: _seconds(device, lambda loop=loop: loop(steps)) for workers, loop in loops.items()}
+    took = {workers: seconds(device, lambda loop=loop: loop(steps)) for workers, loop in loops.items()}
     best = min(took, key=lambda workers: took[workers])
     with _lenet_sink(device, scale, dataset) as sink:
-        found = _ratios(device, scale.pairs, sink, lambda: loops[best](steps))
+        found = ratios(device, scale.pairs, sink, lambda: loops[best](steps))
         note = f" with {best} workers" + (f"; {sink.why}" if sink.why else "")
         yield _figure("launch-bound: LeNet-5, sink / eager", ">= 3", found, steps, "steps/s", note)
         loops.clear()
         yield _against_by_hand(device, scale, dataset, sink)
         if device != "cpu":
-            kernels, whole = _kernel_time(sink), _seconds(device, sink)
-            note = f"{1e6 * kernels / steps:.0f} of {1e6 * whole / steps:.0f} us a step"
-            yield Figure("the kernels' own part of a sunk step", ">= 0", kernels / whole, [], note)
+            part, whole = _kernel_part(sink), seconds(device, sink)
+            note = f"{1e6 * part * whole / steps:.0f} of {1e6 * whole / steps:.0f} us a step"
+            yield Figure("the kernels' own part of a sunk step", ">= 0", part, [], note)
 
 
 def against_scan(device: str, scale: Scale) -> Iterator[Figure]:
@@ -263,19 +302,19 @@ def against_scan(device: str, scale: Scale) -> Iterator[Figure]:
 
     dataset = _Digits(scale.lenet_samples)
     theirs = lenet_scan(dataset.images.numpy(), dataset.labels.numpy(), scale.lenet_steps)
-    with _lenet_sink(device, scale, dataset) as sink:
-        found = _ratios(device, scale.pairs, sink, theirs)
-    yield _figure(name, ">= 0.9", found, scale.lenet_steps, "steps/s")
+    for make, more in ((_lenet_step, ""), (_compiled_lenet_step, ", compiled")):
+        if make is _compiled_lenet_step and device == "cpu":
+            continue
+        with _lenet_sink(device, scale, dataset, make) as sink:
+            found = ratios(device, scale.pairs, sink, theirs)
+            kernels = "" if device == "cpu" else f", kernels {_kernel_part(sink):.2f} of the time"
+            note = kernels + (f"; {sink.why}" if sink.why else "")
+        yield _figure(name + more, ">= 0.9", found, scale.lenet_steps, "steps/s", note)
 
 
-def _kernel_time(run: Callable[[], object]) -> float:
-    """Seconds in which a kernel runs."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        run()
-        torch.cuda.synchronize()
-    kernels = kernels_of(profiler)
-    span = max(end for _, end in kernels) - min(begin for begin, _ in kernels)
-    return span * (1 - _idle_part(kernels)) / 1e6
+def _kernel_part(run: Callable[[], object]) -> float:
+    """The part of the time in which a kernel runs."""
+    return 1 - _idle_part(_trace(run))
 
 
 def _against_by_hand(device: str, scale: Scale, dataset: _Digits, sink: Any) -> Figure:
@@ -305,7 +344,7 @@ def _against_by_hand(device: str, scale: Scale, dataset: _Digits, sink: Any) -> 
             rows.copy_(some, non_blocking=True)
             graph.replay()
 
-    return _figure(name, ">= 0.95", _ratios(device, scale.pairs, sink, by_hand), scale.lenet_steps, "steps/s")
+    return _figure(name, ">= 0.95", ratios(device, scale.pairs, sink, by_hand), scale.lenet_steps, "steps/s")
 
 
 def _photos(scale: Scale) -> TensorDataset:
@@ -319,28 +358,42 @@ def _photos(scale: Scale) -> TensorDataset:
     )
 
 
+_MARK = "spin_kernel"  # as the profiler names what torch.cuda._sleep runs
+
+
 def _resnet_step(device: str, scale: Scale) -> Callable[..., Any]:
+    """Its first kernel is the mark by which a trace is divided into steps."""
     torch.manual_seed(7)
     network = resnet50(**scale.resnet).to(device, memory_format=torch.channels_last)
-    return training_step(network, sgd(network), colour, torch.bfloat16)
+    step = training_step(network, sgd(network), colour, torch.bfloat16)
+
+    def marked(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if device != "cpu":
+            torch.cuda._sleep(1)
+        return step(images, labels)
+
+    return marked
 
 
 def fed_from_the_cache(device: str, scale: Scale) -> Iterator[Figure]:
     """Both that need ResNet-50 and its cache: the speed, and the idle time."""
     with ExitStack() as held:
         cached = held.enter_context(hotset.cache(_photos(scale), memory="2GiB"))
-        loader = hotset.DataLoader(cached, batch_size=scale.batch, shuffle=True, pin_memory=device != "cpu")
-        one = tuple(part.to(device) for part in next(iter(loader)))
-        for _ in loader:
-            pass
         steps = scale.resnet_steps
+        sampler = RandomSampler(cached, replacement=True, num_samples=scale.batch * steps)
+        loader = hotset.DataLoader(
+            cached, batch_size=scale.batch, sampler=sampler, pin_memory=device != "cpu"
+        )
+        one = tuple(part.to(device) for part in next(iter(loader)))
+        for _ in hotset.DataLoader(cached, batch_size=scale.batch):
+            pass
         fed = held.enter_context(hotset.data_sink(_resnet_step(device, scale), loader, steps, device=device))
         synthetic = held.enter_context(
             hotset.data_sink(
                 _resnet_step(device, scale), hotset.DeviceQueue([one], depth=0, device=device), steps
             )
         )
-        found = _ratios(device, scale.pairs, fed, synthetic)
+        found = ratios(device, scale.pairs, fed, synthetic)
         yield _figure(
             "fed from the cache: ResNet-50, cache / synthetic",
             ">= 0.99",
@@ -349,49 +402,81 @@ def fed_from_the_cache(device: str, scale: Scale) -> Iterator[Figure]:
             "images/s",
             " on one batch" + (f"; {fed.why}" if fed.why else ""),
         )
-        yield _idle(device, fed, scale.pairs)
+        yield _idle(device, fed, min(3, scale.pairs))
 
 
-def _idle(device: str, sink: Any, pairs: int) -> Figure:
-    name = "idle: no kernel runs, ResNet-50 from the cache"
+def _idle(device: str, sink: Any, times: int) -> Figure:
+    name = "idle: between steps, ResNet-50 from the cache"
     if device == "cpu":
         return Figure(name, "< 0.01", None, [], "a CPU has no stream")
-    found = []
-    for _ in range(pairs):
-        activities = [torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profiler:
-            sink()
-            torch.cuda.synchronize()
-        found.append(_idle_part(kernels_of(profiler)))
-    return Figure(name, "< 0.01", statistics.median(found), found, "of the time from first kernel to last")
+    traces = [_trace(sink) for _ in range(times)]
+    found = [_idle_between(kernels) for kernels in traces]
+    whole = statistics.median(map(_idle_part, traces))
+    note = f"of the time from first kernel to last; {whole:.4f} with the gaps within steps"
+    return Figure(name, "< 0.01", statistics.median(found), found, note)
 
 
-def kernels_of(profiler: Any) -> list[tuple[float, float]]:
-    """Begin and end of whatever ran on the device, but for copies from the host."""
-    return [
-        (event.time_range.start, event.time_range.end)
+def _trace(run: Callable[[], object]) -> list[Kernel]:
+    """What runs on the device meanwhile, in the order in which it begins."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    return kernels_of(profiler)
+
+
+def kernels_of(profiler: Any) -> list[Kernel]:
+    """Whatever ran on the device, but for copies from the host, in the order in which it began."""
+    found = sorted(
+        Kernel(event.time_range.start, event.time_range.end, event.name)
         for event in profiler.events()
         if event.device_type == torch.autograd.DeviceType.CUDA
         and "HtoD" not in event.name
         and not event.is_user_annotation  # an optimizer's step, say, from its first kernel to its last
-    ]
+    )
+    if not found:
+        raise RuntimeError("the profiler saw no kernel; it may lack the right to read the device's counters.")
+    return found
 
 
-def _idle_part(intervals: list[tuple[float, float]]) -> float:
-    """The part of the whole span in which none of them is.
+def _idle_part(kernels: list[Kernel]) -> float:
+    """The part of the whole span in which none of them runs.
 
     Example:
-        >>> _idle_part([(0.0, 4.0), (2.0, 6.0), (9.0, 10.0)])
+        >>> _idle_part([Kernel(0.0, 4.0, ""), Kernel(2.0, 6.0, ""), Kernel(9.0, 10.0, "")])
         0.3
     """
-    if not intervals:
-        raise RuntimeError("the profiler saw no kernel; it may lack the right to read the device's counters.")
-    ordered = sorted(intervals)
-    busy, reached = 0.0, ordered[0][0]
-    for begin, end in ordered:
-        busy += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return 1 - busy / (reached - ordered[0][0])
+    return _gaps(kernels) / (max(one.end for one in kernels) - kernels[0].begin)
+
+
+def _gaps(kernels: list[Kernel]) -> float:
+    idle, reached = 0.0, kernels[0].end
+    for one in kernels:
+        idle += max(0.0, one.begin - reached)
+        reached = max(reached, one.end)
+    return idle
+
+
+def _idle_between(kernels: list[Kernel]) -> float:
+    """The part of the whole span that lies between steps: after a step's last kernel, before the next one's
+    first. That copies of the next batch to where a graph reads it run there is not idle.
+
+    Example:
+        >>> copy = "Memcpy DtoD (Device -> Device)"
+        >>> names = [_MARK, "a", copy, _MARK, "a", "b"]
+        >>> begins = [0.0, 2.0, 4.0, 6.0, 8.0, 9.5]
+        >>> _idle_between([Kernel(at, at + 1, name) for at, name in zip(begins, names, strict=True)])
+        0.19047619047619047
+    """
+    idle = 0.0
+    for number, one in enumerate(kernels):
+        if number and _MARK in one.name:
+            before = number - 1
+            while before and "Memcpy" in kernels[before].name:
+                before -= 1
+            idle += _gaps(kernels[before : number + 1])
+    if sum(_MARK in one.name for one in kernels) < 2:
+        raise RuntimeError("the profiler saw no two steps.")
+    return idle / (max(one.end for one in kernels) - kernels[0].begin)
 
 
 def not_launch_bound(device: str, scale: Scale) -> Iterator[Figure]:
@@ -420,9 +505,9 @@ def not_launch_bound(device: str, scale: Scale) -> Iterator[Figure]:
             cached, batch_size=scale.wide_batch, shuffle=True, pin_memory=device != "cpu"
         )
         with hotset.data_sink(training(), ours_loader, scale.wide_steps, device=device) as sink:
-            ratios, ours, theirs = _ratios(device, scale.pairs, sink, lambda: eager(scale.wide_steps))
+            pairs, ours, theirs = ratios(device, scale.pairs, sink, lambda: eager(scale.wide_steps))
     note = f"{1e3 * ours / scale.wide_steps:.2f} ms a step against {1e3 * theirs / scale.wide_steps:.2f}"
-    yield Figure("not launch-bound: sink / eager", ">= 0.99", statistics.median(ratios), ratios, note)
+    yield Figure("not launch-bound: sink / eager", ">= 0.99", statistics.median(pairs), pairs, note)
 
 
 def copies(device: str, scale: Scale) -> Iterator[Figure]:
@@ -444,11 +529,11 @@ def copies(device: str, scale: Scale) -> Iterator[Figure]:
         for _ in queue:
             pass
 
-    ratios, ours, theirs = _ratios(device, scale.pairs, queued, by_hand)
+    pairs, ours, theirs = ratios(device, scale.pairs, queued, by_hand)
     queue.close()
     size = scale.block * scale.blocks / 1e9
     note = f"{size / ours:.1f} GB/s against {size / theirs:.1f}"
-    yield Figure(name, ">= 0.9", statistics.median(ratios), ratios, note)
+    yield Figure(name, ">= 0.9", statistics.median(pairs), pairs, note)
 
 
 def gathered(device: str, scale: Scale) -> Iterator[Figure]:
@@ -475,13 +560,13 @@ def gathered(device: str, scale: Scale) -> Iterator[Figure]:
             for _ in queue:
                 pass
 
-        ratios, ours, theirs = _ratios(device, scale.pairs, queued, copied)
+        pairs, ours, theirs = ratios(device, scale.pairs, queued, copied)
         kept = queue.stats().resident
         queue.close()
     moved = 2e-9 * count * size * batches
     note = f"{moved / ours:,.0f} GB/s against {moved / theirs:,.0f}, {kept} samples resident"
-    median = statistics.median(ratios) if device != "cpu" else None  # nothing is resident twice there
-    yield Figure(name, ">= 0.8", median, ratios, note)
+    median = statistics.median(pairs) if device != "cpu" else None  # nothing is resident twice there
+    yield Figure(name, ">= 0.8", median, pairs, note)
 
 
 def frozen_encoder(device: str, scale: Scale) -> Iterator[Figure]:
@@ -511,9 +596,22 @@ def frozen_encoder(device: str, scale: Scale) -> Iterator[Figure]:
                 pass
 
         again()
-        ratios, ours, theirs = _ratios(device, scale.pairs, again, anew)
-    found = ratios, ours, theirs
+        pairs, ours, theirs = ratios(device, scale.pairs, again, anew)
+    found = pairs, ours, theirs
     yield _figure("frozen encoder: cached / anew", ">= 1", found, scale.pictures, "samples/s")
+
+
+def photographs(device: str, scale: Scale) -> Iterator[Figure]:
+    missing = [
+        name for name in ("torchvision", "sklearn", "skimage") if importlib.util.find_spec(name) is None
+    ]
+    if missing:
+        why = f"{' and '.join(missing)} are not installed"
+        yield Figure("photographs: ResNet-18, hotset / torch", ">= 1", None, [], why)
+        return
+    from . import photographs as files
+
+    yield from files.photographs(device, scale)
 
 
 # In the order in which they are measured; JAX last, which may not go well beside torch.
@@ -524,6 +622,7 @@ FIGURES: list[Callable[[str, Scale], Iterator[Figure]]] = [
     copies,
     gathered,
     frozen_encoder,
+    photographs,
     against_scan,
 ]
 

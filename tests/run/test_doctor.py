@@ -1306,12 +1306,17 @@ class Event:
         return 1e3 * (end.at - self.at)
 
 
+def use_gpu(monkeypatch: pytest.MonkeyPatch, event: type[Event]) -> None:
+    """The program uses a GPU, whose events these are."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "Event", event)
+
+
 def test_steps_are_timed_on_the_gpu_by_events_that_nothing_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    use_gpu(monkeypatch, Event)
     observer = Watch(WatchOptions(str(tmp_path), 600.0))
     iterator = iter(torch.utils.data.DataLoader(torch.arange(40), batch_size=4))
     for step in range(10):
@@ -1324,3 +1329,41 @@ def test_steps_are_timed_on_the_gpu_by_events_that_nothing_waits_for(
     assert found is not None
     assert found.gpu == pytest.approx(0.5)
     assert found.step.seconds == pytest.approx(0.5 / 4)
+
+
+def test_steps_that_the_gpu_ends_after_the_last_batch_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_gpu(monkeypatch, Event)
+    monkeypatch.setattr(Event, "now", 0.0)
+    monkeypatch.setattr(Event, "done", -1.0)
+    observer = Watch(WatchOptions(str(tmp_path), 600.0))
+    iterator = iter(torch.utils.data.DataLoader(torch.arange(40), batch_size=4))
+    for _ in range(10):
+        take(observer, iterator)
+        Event.now += 0.5
+    Event.done = Event.now
+    observer.write()
+    found = read(str(tmp_path))
+    assert found is not None
+    assert found.gpu == pytest.approx(0.5)
+
+
+class BrokenEvent(Event):
+    """An event of a GPU on which a kernel has failed."""
+
+    def query(self) -> bool:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+def test_a_gpu_that_has_failed_is_asked_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_gpu(monkeypatch, BrokenEvent)
+    observer = Watch(WatchOptions(str(tmp_path), 600.0))
+    iterator = iter(torch.utils.data.DataLoader(torch.arange(40), batch_size=4))
+    for _ in range(10):
+        take(observer, iterator)
+    observer.write()
+    found = read(str(tmp_path))
+    assert found is not None
+    assert found.gpu is None
+    assert not observer.is_off

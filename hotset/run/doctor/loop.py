@@ -366,6 +366,7 @@ class Loop:
         return step_alone(StepLength.mean(self.sums), self._beside(), self._alone)
 
     def to_json(self) -> dict[str, Any]:
+        self._gpu.collect()  # where steps are short, the clocks rest as the GPU ends them
         return {
             "facts": self.facts,
             "sums": dataclasses.asdict(self.sums),
@@ -442,10 +443,17 @@ class _GpuClock:
         begun, self._begun = self._begun, None
         if begun is not None and len(self._pending) < _STEPS_KEPT:
             self._pending.append((begun, self._event()))
-        while self._pending and self._pending[0][1].query():
-            first, last = self._pending.pop(0)
-            self._sums.gpu_steps += 1
-            self._sums.gpu += first.elapsed_time(last) / 1e3
+        self.collect()
+
+    def collect(self) -> None:
+        """Count the steps that the GPU has done by now."""
+        try:
+            while self._pending and self._pending[0][1].query():
+                first, last = self._pending.pop(0)
+                self._sums.gpu_steps += 1
+                self._sums.gpu += first.elapsed_time(last) / 1e3
+        except RuntimeError:  # the GPU has failed in one of them, and is of no use to this process any more
+            self._pending.clear()
 
     def forget(self) -> None:
         """The step that has begun does not count."""
