@@ -214,6 +214,22 @@ def queues_give_what_the_loader_gives(device: str) -> None:
             queue.close()
 
 
+def pinned_batches_are_whole_in_a_plain_loop(device: str) -> None:
+    """Though each is dropped long before its copy begins, and the loader makes others meanwhile."""
+    data = TensorDataset(torch.arange(64, dtype=torch.uint8)[:, None].repeat(1, 1 << 20))
+    with hotset.cache(data, memory="256MiB") as cached:
+        for workers in (0, 2):
+            loader: Any = hotset.DataLoader(cached, 4, num_workers=workers, pin_memory=device != "cpu")
+            for _ in range(3):
+                found = []
+                for (batch,) in loader:
+                    _slow(device)
+                    moved = batch.to(device, non_blocking=True)
+                    del batch
+                    found += moved.float().mean(1)
+                assert [int(one) for one in found] == list(range(64)), workers
+
+
 # Losses
 
 
@@ -968,6 +984,7 @@ CHECKS: list[Callable[[str], None]] = [
     bfloat16_is_captured,
     blocks_are_held_until_their_copies_have_ended,
     queues_give_what_the_loader_gives,
+    pinned_batches_are_whole_in_a_plain_loop,
     schedules_are_followed,
     a_learning_rate_in_a_tensor_costs_no_capture,
     resident_samples_train_alike,
