@@ -12,17 +12,22 @@ import gc
 import multiprocessing
 import os
 import random
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 # Before the first use of cuBLAS, which is not deterministic without.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+import numpy as np
 import torch
+from PIL import Image
 from torch.utils.data import TensorDataset
 
 import hotset
@@ -847,6 +852,33 @@ def the_doctor_times_steps_that_return_before_the_gpu_is_done(device: str) -> No
         assert seen.step.seconds * seen.batch_size >= 0.99 * seen.gpu
 
 
+def programs_train_alike_under_hotset_run_and_doctor(device: str) -> None:
+    """A program without a line of hotset's; the doctor tells what its steps take on the GPU."""
+    program = str(Path(__file__).with_name("program.py"))
+    with tempfile.TemporaryDirectory() as folder:
+        made = np.random.default_rng(1)
+        for number in range(240):
+            noise = made.integers(0, 256, (200, 200, 3), np.uint8)
+            Image.fromarray(noise).save(f"{folder}/{number:03}.jpg")
+
+        def run(*before: str) -> str:
+            command = [sys.executable, *before, program, folder, device]
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+            assert ended.returncode == 0, ended.stderr[-2000:]
+            return ended.stdout + ended.stderr
+
+        def losses(said: str) -> list[str]:
+            return [line for line in said.splitlines() if line.startswith("loss ")]
+
+        plain = losses(run())
+        assert len(plain) == 180
+        assert losses(run("-m", "hotset", "run", "--", sys.executable)) == plain
+        said = run("-m", "hotset", "doctor", "--", sys.executable)
+    assert losses(said) == plain
+    assert "a step" in said, said
+    assert device == "cpu" or "on the GPU" in said, said
+
+
 # Streams, and several ranks
 
 
@@ -1017,8 +1049,9 @@ CHECKS: list[Callable[[str], None]] = [
     samples_for_which_there_is_no_room_come_from_the_cache,
     a_process_that_is_killed_while_it_copies_takes_nothing_with_it,
 ]
-# They compile for a minute or two, so they are run after the figures.
+# They start programs, or compile for a minute or two, so they are run after the figures.
 LAST: list[Callable[[str], None]] = [
+    programs_train_alike_under_hotset_run_and_doctor,
     a_compiled_network_is_captured,
     a_step_compiled_as_a_whole_is_captured,
     a_step_compiled_into_graphs_of_its_own_is_eager,
@@ -1029,6 +1062,7 @@ LIMITS: dict[Callable[[str], None], float] = {
     one_rank_of_distributed_data_parallel_is_captured: 60.0,
     samples_for_which_there_is_no_room_come_from_the_cache: 60.0,
     a_process_that_is_killed_while_it_copies_takes_nothing_with_it: 90.0,
+    programs_train_alike_under_hotset_run_and_doctor: 120.0,
     a_compiled_network_is_captured: 180.0,
     a_step_compiled_as_a_whole_is_captured: 180.0,
     a_step_compiled_into_graphs_of_its_own_is_eager: 240.0,
