@@ -35,7 +35,6 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 from hotset._warnings import warn
 from hotset.dataset.audit import first_difference
 from hotset.dataset.held_attributes import Difference, HeldAttributes
-from hotset.dataset.held_values import Room
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.transform_attributes import (
     TRANSFORM_NAMES,
@@ -46,6 +45,7 @@ from hotset.dataset.wrapped_datasets import datasets_in
 from hotset.determinism.batched import Batched
 from hotset.determinism.chain import leaves
 from hotset.determinism.objects.code_dependencies import is_users
+from hotset.determinism.objects.held_values import Room
 from hotset.determinism.objects.object_graph import reached_by_code
 from hotset.determinism.objects.outer_names import outer_names
 from hotset.determinism.objects.reading_names import reading_code
@@ -123,9 +123,9 @@ class ContentWatch:
         self._comparing.run(self._look)
 
     def _look(self) -> None:
-        self._inside = HeldAttributes(self._dataset, self._cached, Room(outermost=False), self._counts)
+        self._inside = HeldAttributes(self._dataset, self._cached, Room(outermost=0), self._counts)
         # What its code uses besides.
-        self._around = HeldAttributes(None, room=Room(outermost=False), others=self._outer)
+        self._around = HeldAttributes(None, room=Room(outermost=0), others=self._outer)
 
     def hold(self) -> None:
         """What has changed up to now counts, even if a pass ends before it is asked for."""

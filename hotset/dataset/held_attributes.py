@@ -26,9 +26,9 @@ that are near (:meth:`HeldAttributes.near`). All would take longer than reading.
 
 **Compared.** A method of the dataset may set attributes on which samples depend (``close_mosaic()``), or the
 user may: ``dataset.labels[3] = 5``, ``dataset.config.size = 64``, ``dataset.epoch.value += 1``. Values are
-compared as :mod:`hotset.dataset.held_values` says. What a method seems to have computed once, and kept, is
-told apart (:attr:`Difference.is_computed`). A dataset that is a list, a dict, an array or a tensor itself is
-looked at as if it were the attribute ``elements``.
+compared as :mod:`hotset.determinism.objects.held_values` says. What a method seems to have computed once, and
+kept, is told apart (:attr:`Difference.is_computed`). A dataset that is a list, a dict, an array or a tensor
+itself is looked at as if it were the attribute ``elements``.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ import contextlib
 import functools
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from hotset.dataset.held_values import ENTERED, PLAIN_TYPES, HeldValue, Room, same_value
 from hotset.dataset.wrapped_datasets import datasets_in
 from hotset.determinism.batch_transform import TakesBatches
 from hotset.determinism.objects.code_dependencies import is_users
-from hotset.determinism.objects.names import Names, empty_memos
+from hotset.determinism.objects.held_values import ENTERED, PLAIN_TYPES, Room, same_value
+from hotset.determinism.objects.names import Counts, Names, is_its_own
 from hotset.determinism.objects.near_attributes import near_objects
 from hotset.determinism.objects.object_graph import held_objects, reached_by_code
 from hotset.determinism.objects.safe_access import (
@@ -57,13 +57,10 @@ from hotset.determinism.objects.safe_access import (
     is_a,
     is_opaque,
     length,
-    set_attribute,
 )
 from hotset.determinism.objects.thread_names import named_by_threads
 
 __all__ = ["Difference", "HeldAttributes", "outer_code"]
-
-Counts = Callable[[Any, str], bool]
 
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 
@@ -84,35 +81,6 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind}.{self.name}"
-
-
-class _Owner(NamedTuple):
-    """An object, and what it held.
-
-    Attributes:
-        owner: the object.
-        held: its attributes.
-        seen: of those that can be changed in place, by name.
-    """
-
-    owner: Any
-    held: dict[str, Any]
-    seen: dict[str, HeldValue]
-
-    @classmethod
-    def of(cls, owner: Any, room: Room, counts: Counts) -> _Owner:
-        held = {name: value for name, value in (attributes_of(owner) or {}).items() if counts(owner, name)}
-        seen = {}
-        for name, value in held.items():
-            with contextlib.suppress(Exception):  # of a stranger's code: it cannot be looked into
-                if (found := HeldValue.of(value, room)) is not None:
-                    seen[name] = found
-        return cls(owner, held, seen)
-
-
-def _is_its_own(owner: Any, name: str) -> bool:
-    """Whether an attribute is the owner's: hotset keeps some in the user's objects."""
-    return not name.startswith("_hotset")
 
 
 class HeldAttributes:
@@ -147,30 +115,25 @@ class HeldAttributes:
         dataset: Any,
         transforms: Iterable[Any] = (),
         room: Room | None = None,
-        counts: Counts = _is_its_own,
+        counts: Counts = is_its_own,
         libraries: bool = False,
         others: Iterable[Any] = (),
         outside: bool = False,
     ) -> None:
         room, transforms = Room() if room is None else room, tuple(transforms)
-        self._hold_outside(outer_code(dataset, transforms) if outside else ())
-        self._counts = counts
         owners: dict[int, Any] = {}
         kinds_of_transforms: tuple[type, ...] = (object,) if libraries else _NAMESPACES
         holders = [(dataset, _NAMESPACES), *((_holder(each), kinds_of_transforms) for each in transforms)]
         found = [(each, kinds) for at, kinds in holders for each in (*datasets_in(at), *_itself(at))]
         for owner, kinds in (*found, *((each, _NAMESPACES) for each in others)):
-            for each in (owner, *_objects_of(owner, self._counts, kinds)):
+            for each in (owner, *_objects_of(owner, counts, kinds)):
                 owners.setdefault(id(each), each)
-        self._hold(owners.values(), room)
-
-    def _hold(self, owners: Iterable[Any], room: Room) -> None:
-        self._held = [_Owner.of(owner, room, self._counts) for owner in owners]
-        self._memos = [memo for each in self._held for memo in empty_memos(each.held.values())]
+        self._held = [Names(owner, room, counts) for owner in owners.values()]
+        self._hold_outside(outer_code(dataset, transforms) if outside else ())
 
     def _hold_outside(self, code: Iterable[Any]) -> None:
-        self._outside = [Names(each) for each in code]
-        self._threads = named_by_threads() if self._outside else set()
+        self._outside = [Names(each, Room.outside(), code=True) for each in code]
+        self._threads = named_by_threads() if self._outside else {}
 
     @classmethod
     def near(
@@ -187,28 +150,17 @@ class HeldAttributes:
         found = (
             each for each in near_objects(holders) if id(each) in own or is_a(each, kinds) or is_users(each)
         )
-        held._hold(found, Room.small())
+        room = Room.small()
+        held._held = [Names(each, room) for each in found]
         held._hold_outside(outside)
         return held
 
     def put_back(self) -> None:
         """Set all attributes to what they were, with the elements that they had."""
-        for owner, held, seen in self._held:
-            now = attributes_of(owner)
-            if now is None or any(each.is_lost() for each in seen.values()):
-                continue
-            if any(issubclass(type(value), threading.Thread) and value.is_alive() for value in held.values()):
-                continue  # that thread may have set them, and wait for what it has set
-            for name in [name for name in now if name not in held and self._counts(owner, name)]:
-                set_attribute(owner, name)
-            for name, value in held.items():
-                if name not in now or now[name] is not value:
-                    set_attribute(owner, name, value)
-            for each in seen.values():
-                each.put_back()
-        for memo in self._memos:
-            memo.cache_clear()
-        threads = self._threads | named_by_threads() if self._outside else set()
+        threads = self._threads | named_by_threads() if self._outside else {}
+        for names in self._held:
+            if not _is_left_alone(names):
+                names.put_back(threads)
         for names in self._outside:
             with contextlib.suppress(Exception):  # of a stranger's code: then it stays as reading left it
                 names.put_back(threads)
@@ -233,13 +185,14 @@ class HeldAttributes:
         return [str(each) for each in self._differing()]
 
     def _differing(self) -> Iterator[Difference]:
-        for owner, held, seen in self._held:
-            kind, now = type(owner).__name__, attributes_of(owner)
+        for names in self._held:
+            owner, held, seen, now = names.owner, names.held, names.seen, names.now()
+            kind = type(owner).__name__
             if now is None:  # it does not show them any more
                 yield Difference(kind, "__dict__", False)
                 continue
             for name in {**held, **now}:
-                if name not in held and not self._counts(owner, name):
+                if name not in held and not names.counts(owner, name):
                     continue
                 if name in seen and seen[name].is_like(now.get(name)):
                     continue
@@ -247,6 +200,14 @@ class HeldAttributes:
                 if is_set or (name in seen and not seen[name].is_as_it_was()):
                     is_computed = is_set and _is_computed(owner, name, held.get(name), now.get(name))
                     yield Difference(kind, name, name in seen and seen[name].is_shared(), is_computed)
+
+
+def _is_left_alone(names: Names) -> bool:
+    """Whether what an object holds is not put back: it would not go together any more, or be a thread's."""
+    if any(each.is_lost() for each in names.seen.values()):
+        return True
+    # Such a thread may have set attributes, and wait for what it has set.
+    return any(issubclass(type(each), threading.Thread) and each.is_alive() for each in names.held.values())
 
 
 def _is_computed(owner: Any, name: str, before: Any, now: Any) -> bool:

@@ -33,9 +33,9 @@ from typing import Any, NamedTuple
 from torch.utils.data import ConcatDataset, Subset
 
 from hotset.dataset.format_transform import format_of
-from hotset.dataset.held_values import same_value
 from hotset.determinism.fingerprint.fingerprint import fingerprint
 from hotset.determinism.libraries import torch_nn
+from hotset.determinism.objects.held_values import same_value
 from hotset.determinism.objects.safe_access import (
     UNSET,
     attributes_of,

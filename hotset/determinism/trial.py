@@ -9,7 +9,7 @@ The trial never copies the transform itself, because a copy's generator is not t
 the *inputs* for each call, as a transform may work in place. Afterwards it restores the transform's state,
 and that of the user's objects, classes and functions that it reaches: attributes, globals and names of
 enclosing functions get their old values; lists, dicts, sets, arrays and tensors among them get their old
-contents, one level deep. An iterator that has gone on (``itertools.count``) cannot be put back.
+contents, as far as there is room. An iterator that has gone on (``itertools.count``) cannot be put back.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from hotset.determinism.chain import applied
 from hotset.determinism.draws.probe import probe
 from hotset.determinism.draws.rng import Generators
 from hotset.determinism.equality import content_digests
+from hotset.determinism.objects.held_values import Room
 from hotset.determinism.objects.names import Names
 from hotset.determinism.objects.object_graph import attributes, held_objects, reached_by_code
 from hotset.determinism.objects.safe_access import attributes_of
@@ -139,7 +140,7 @@ def _alters(steps: Sequence[Callable[..., Any]], value: Any) -> bool:
 def _untouched(steps: Sequence[Any]) -> Iterator[None]:
     """Put back afterwards what transforms hold and reach."""
     kept = [
-        Names(owner, whole=owner is step)
+        Names(owner, Room.of_one() if owner is step else Room.outside(), code=True, shared=owner is step)
         for step in steps
         for owner in {id(each): each for each in (*held_objects(step), *reached_by_code(step))}.values()
     ]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import mmap
+import operator
 import os
 import pickle
 import random
@@ -658,19 +660,69 @@ WRITTEN = np.frombuffer(mmap.mmap(-1, 8), np.int64)
 class CountsReadings(Dataset[int]):
     """Counts its readings in all processes."""
 
+    def __init__(self) -> None:
+        self.written = np.frombuffer(mmap.mmap(-1, 8), np.int64)
+
     def __len__(self) -> int:
         return N
 
     def __getitem__(self, index: int) -> int:
         READINGS.add_(1)
         WRITTEN[0] += 1
+        self.written[0] += 1
         return index
 
 
 def test_memory_that_other_processes_write_to_is_not_put_back() -> None:
     """What one of them has written meanwhile would be lost."""
-    with hotset.cache(CountsReadings(), memory="1MiB"):
-        assert READINGS.item() == WRITTEN[0] > 0
+    dataset = CountsReadings()
+    with hotset.cache(dataset, memory="1MiB"):
+        assert READINGS.item() == WRITTEN[0] == dataset.written[0] > 0
+
+
+NOTED: dict[str, Any] = {"read": {"samples": [], "sums": np.zeros(2), "last": deque(maxlen=1)}}
+WEIGHTS = torch.nn.Parameter(torch.ones(2))
+TEXTS = np.array(["none", None], object)
+with torch.inference_mode():
+    MEANS = torch.zeros(2)
+
+
+class NotesOutside(Dataset[int]):
+    """Notes what it has read in globals of all kinds, and in what these hold."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> int:
+        read = NOTED["read"]
+        read["samples"].append(index)
+        read["sums"] += 1
+        read["last"].append(index)
+        TEXTS[0] = str(index)
+        with torch.inference_mode():
+            MEANS.add_(1)
+            WEIGHTS.mul_(2)
+        return index
+
+
+@pytest.mark.parametrize("audited", [False, True], ids=["planned", "audited"])
+def test_what_globals_hold_at_any_depth_is_put_back(audited: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "_SHARE", 1e9)
+    held = (NOTED["read"], *NOTED["read"].values())
+
+    def is_as_it_was() -> bool:
+        read = NOTED["read"]
+        same = all(map(operator.is_, held, (read, *read.values())))
+        found = (read["samples"], list(read["last"]), *read["sums"], *TEXTS, *MEANS, *WEIGHTS.tolist())
+        return same and found == ([], [], 0, 0, "none", None, 0, 0, 1, 1)
+
+    with hotset.cache(NotesOutside(), memory="1MiB") as cached:
+        assert is_as_it_was()
+        if audited:
+            list(DataLoader(cached, num_workers=1))
+            list(DataLoader(cached))
+            assert cached.stats().audited
+            assert is_as_it_was()
 
 
 COLLECTED: list[int] = []
@@ -746,9 +798,15 @@ class Registry(OrderedDict[str, int]):
     def update(self, *_: Any, **__: Any) -> None:
         raise RuntimeError("one by one")
 
+    def __setitem__(self, name: str, value: int) -> None:
+        if name in self or value < 0:
+            raise RuntimeError("what is there stays")
+        super().__setitem__(name, value)
+
 
 REGISTRY = Registry()
 REGISTRY["first"] = 1
+OrderedDict.__setitem__(REGISTRY, "unknown", -1)
 
 
 class Registers(Dataset[int]):
@@ -762,4 +820,47 @@ class Registers(Dataset[int]):
 
 def test_a_container_whose_class_refuses_to_be_emptied_is_put_back() -> None:
     with hotset.cache(Registers(), memory="1MiB"):
-        assert list(REGISTRY.items()) == [("first", 1)]
+        assert list(REGISTRY.items()) == [("first", 1), ("unknown", -1)]
+
+
+def test_a_container_of_a_librarys_class_that_is_more_than_its_elements_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the dicts of sortedcontainers, whose keys are in a list as well: they would not go together."""
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "ordered_tables.py").write_text(
+        "class Table(dict):\n"
+        "    def __init__(self):\n"
+        "        self.keys_in_order = []\n"
+        "    def add(self, key, value):\n"
+        "        self[key] = value\n"
+        "        self.keys_in_order = sorted(self)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
+    table = importlib.import_module("ordered_tables").Table()
+
+    class Tabulates(Dataset[int]):
+        def __len__(self) -> int:
+            return N
+
+        def __getitem__(self, index: int) -> int:
+            table.add(index, index)
+            return index
+
+    with hotset.cache(Tabulates(), memory="1MiB"):
+        assert table.keys_in_order == sorted(table) != []
+
+
+class TimesSparse:
+    def __init__(self) -> None:
+        self.diagonal = (2 * torch.eye(4)).to_sparse()
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(self.diagonal, value[:, None].float())[:, 0]
+
+
+def test_a_transform_may_hold_a_sparse_tensor(log: ReadLog, path: Path) -> None:
+    """Not all of torch's functions take one."""
+    dataset = Opens(log, path, TimesSparse())
+    with hotset.cache(dataset, memory="1MiB") as cached:
+        assert cached[1].tolist() == [8, 10, 12, 14]

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 from hotset.dataset.arguments import CacheOptions
 from hotset.dataset.held_attributes import HeldAttributes
-from hotset.dataset.held_values import Room
 from hotset.dataset.identity import Identity, NotShared, unshareable
 from hotset.dataset.pipeline import Cuts, Pipeline, Source
 from hotset.dataset.plan import Plan, Row
@@ -38,6 +37,7 @@ from hotset.dataset.streams.source import StreamSource
 from hotset.determinism.chain import leaves
 from hotset.determinism.declare import declared
 from hotset.determinism.draws.probe import Probe, probe
+from hotset.determinism.objects.held_values import Room
 from hotset.determinism.timing import Timed
 from hotset.determinism.verdict import name_of, verdict_of
 from hotset.errors import HotsetError, NotCacheable, SegmentError

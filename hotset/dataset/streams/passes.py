@@ -29,13 +29,13 @@ from hotset.dataset.cached_dataset import CachedDataset, current_of
 from hotset.dataset.content_watch import Comparing
 from hotset.dataset.current_cache import Make
 from hotset.dataset.held_attributes import Difference, HeldAttributes
-from hotset.dataset.held_values import Room
 from hotset.dataset.streams.libraries import may_reorder
 from hotset.dataset.streams.probe import StreamFacts
 from hotset.dataset.streams.recording import StreamRecording, StreamRest
 from hotset.dataset.streams.source import StreamSource
 from hotset.determinism.declare import declared
 from hotset.determinism.equality import differs
+from hotset.determinism.objects.held_values import Room
 from hotset.determinism.objects.reading_names import reading_code
 from hotset.session.job import local_rank
 from hotset.store.claims import Ids
@@ -224,7 +224,7 @@ class StreamPasses:
         self._held = self._comparing.run(
             lambda: HeldAttributes(
                 stream,
-                room=Room(outermost=False),
+                room=Room(outermost=0),
                 counts=lambda owner, name: owner is not stream or names is None or name in names,
             )
         )

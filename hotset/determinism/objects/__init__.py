@@ -10,7 +10,8 @@ Are a memoised function's names bound anew?         :mod:`.bindings`
 Which names does a dataset's reading code use?      :mod:`.reading_names`; outside of it:
                                                     :mod:`.outer_names`
 What did objects hold before a generator was made?  :mod:`.near_attributes`
-What did code keep in globals, classes, closures?   :mod:`.names`
+What did objects hold, and code outside of them?    :mod:`.names`
+What did one of these values hold?                  :mod:`.held_values`
 Which names do the threads that run use?            :mod:`.thread_names`
 What does an array, a table or a container hold?    :mod:`.mutable_content`
 ==================================================  ==========================================

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import io
+import operator
 import pickle
 from typing import Any
 
@@ -29,7 +30,18 @@ import torch
 
 from hotset.determinism.objects.safe_access import loaded_class
 
-__all__ = ["bytes_of", "content_of", "is_shared", "put_content", "whole_content_of"]
+__all__ = [
+    "Copy",
+    "bytes_of",
+    "content_of",
+    "copy_of",
+    "is_copy",
+    "is_shared",
+    "put_content",
+    "whole_content_of",
+]
+
+Copy = np.ndarray[Any, Any] | torch.Tensor
 
 _CONTAINERS = (list, tuple, dict, set)
 _SMALL = 4096
@@ -113,41 +125,76 @@ class _Writer(pickle.Pickler):
         raise TypeError
 
 
+def copy_of(value: Any, most: int) -> Copy | None:
+    """A copy of an array of objects, or of a dense tensor on a device, if it is not larger; else None.
+
+    Example:
+        >>> names = np.array(["a", None])
+        >>> before = copy_of(names, 100)
+        >>> names[1] = "b"
+        >>> is_copy(before, names), copy_of(names, 1)
+        (False, None)
+    """
+    copied: Copy | None = None
+    if issubclass(type(value), np.ndarray) and value.nbytes <= most:
+        copied = value.copy()
+    elif issubclass(type(value), torch.Tensor) and _is_dense(value) and value.nbytes <= most:
+        copied = value.detach().clone()
+    return copied
+
+
+def is_copy(copy: Copy, value: Any) -> bool:
+    """Whether a value is still what :func:`copy_of` has copied."""
+    if isinstance(copy, torch.Tensor):
+        return torch.equal(copy, value)
+    return copy.shape == value.shape and all(map(operator.is_, copy.flat, value.flat))
+
+
 def is_shared(value: Any) -> bool:
-    """Whether running workers see what is written into it."""
+    """Whether running workers see what is written into it, and may write to it."""
+    while issubclass(type(value), np.ndarray):
+        value = value.base  # at last None, if the array has its memory for itself
     if issubclass(type(value), torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return bool(value.is_shared())
-    return not (issubclass(type(value), (np.ndarray, bytearray, *_CONTAINERS)) or _is_table(value))
+    own = (type(None), bytes, bytearray, *_CONTAINERS)
+    return not (issubclass(type(value), own) or _is_table(value))
 
 
-def put_content(value: Any, content: bytes) -> None:
-    """Write what :func:`content_of` returned, unless other processes see it or it cannot be written to.
+def put_content(value: Any, content: Any) -> None:
+    """Write what :func:`content_of` or :func:`copy_of` returned into an array, a tensor or a bytearray.
 
-    A table stays as it is: not all of it is known. So does an array or tensor that was resized.
+    Any other value stays as it is: not all of a table is known. So does an array or tensor that was resized,
+    or cannot be written to.
     """
-    if is_shared(value) or _is_table(value):
-        return
-    if not issubclass(type(value), bytearray) and value.nbytes != len(content):
-        return
-    if issubclass(type(value), bytearray):
+    kind = type(value)
+    if issubclass(kind, bytearray):
         value[:] = content
-    elif issubclass(type(value), np.ndarray):
-        if value.flags.writeable:
-            np.copyto(value, np.frombuffer(content, value.dtype).reshape(value.shape))
-    elif not value.requires_grad and content:
-        with torch.no_grad():
-            value.copy_(torch.frombuffer(bytearray(content), dtype=value.dtype).view(value.shape))
+    elif issubclass(kind, np.ndarray) and value.flags.writeable:
+        if isinstance(content, bytes) and value.nbytes == len(content):
+            content = np.frombuffer(content, value.dtype).reshape(value.shape)
+        if isinstance(content, np.ndarray) and value.shape == content.shape:
+            np.copyto(value, content)
+    elif issubclass(kind, torch.Tensor):
+        if isinstance(content, bytes) and value.nbytes == len(content) > 0:
+            content = torch.frombuffer(bytearray(content), dtype=value.dtype).view(value.shape)
+        if isinstance(content, torch.Tensor) and value.shape == content.shape:
+            with torch.inference_mode():  # no gradient is recorded; an inference tensor allows it there alone
+                value.copy_(content)
 
 
 def _bytes_of_tensor(tensor: torch.Tensor, most: int) -> bytes | None:
-    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        return None
     with torch._C.DisableTorchFunctionSubclass():
-        plain = tensor.layout is torch.strided and tensor.device.type == "cpu"
-        if not plain or tensor.is_quantized or tensor.is_nested or tensor.nbytes > most:
+        if not _is_dense(tensor) or tensor.device.type != "cpu" or tensor.nbytes > most:
             return None
         return bytes_of(tensor)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:

@@ -1,50 +1,59 @@
 """The names that an object, a class or a function uses, as they were: put back after a reading or a trial.
 
-A method may keep an open file in its class, in a global, in a dict of its module, or by
-``functools.lru_cache``, as well as in the dataset. See :mod:`hotset.dataset.held_attributes` for what that
-means to workers.
+An object's are its attributes. A method may keep an open file in its class, in a global, in a dict of its
+module, or by ``functools.lru_cache``, as well as in the dataset. See :mod:`hotset.dataset.held_attributes`
+for what that means to workers. What the values held is in :mod:`hotset.determinism.objects.held_values`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import operator
 import types
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Container
 from typing import Any
 
-import numpy as np
-import torch
-
 from hotset.determinism.objects.code_dependencies import installed, loaded_globals, names_in
-from hotset.determinism.objects.object_graph import attributes
-from hotset.determinism.objects.safe_access import UNSET, content_of_cell
+from hotset.determinism.objects.held_values import PUT_BACK, HeldValue, Room
+from hotset.determinism.objects.safe_access import UNSET, attributes_of, content_of_cell, set_attribute
 from hotset.determinism.objects.thread_names import key_of
-from hotset.store.leaves.instances import solid_base
 
-__all__ = ["Names", "empty_memos"]
+__all__ = ["Counts", "Names", "is_its_own"]
 
-_COPIED = (list, dict, set, np.ndarray, torch.Tensor)
-_LARGE = 1 << 20  # bytes
+Counts = Callable[[Any, Any], bool]
+"""Whether a name of an owner counts."""
+
 _MEMO = type(functools.lru_cache(operator.is_))
+
+
+def is_its_own(owner: Any, name: Any) -> bool:
+    """Whether an attribute is the owner's: hotset keeps some in the user's objects."""
+    return not str(name).startswith("_hotset")
 
 
 class Names:
     """The attributes of an object or class, or the globals and enclosing names that a function reads.
 
-    Lists, dicts, sets, arrays and tensors among them get their old contents, one level deep. What
-    ``functools.lru_cache`` keeps cannot be set; one that was empty is emptied.
+    What ``functools.lru_cache`` keeps cannot be set; one that was empty is emptied.
 
     Args:
         owner: the object, class or function.
-        whole: copy contents of any size and memory; otherwise those that are not large, nor shared.
+        room: how much of what they hold is looked at; it is used up.
+        counts: whether a name counts; all but hotset's do by default.
+        code: whether a class's attributes count, and what a function reads, and not only the attributes of an
+            object or function; then only what can be put back is looked at.
+        shared: whether memory that other processes may write to is put back as well.
+
+    Attributes:
+        owner, counts: as given.
+        held: what its names stood for.
+        seen: of those that can be changed in place, what they held, by name.
 
     Example:
         >>> import types
         >>> holder = types.SimpleNamespace(file=None, read=[])
-        >>> names = Names(holder)
+        >>> names = Names(holder, Room())
         >>> holder.file, holder.size = "an open file", 3
         >>> holder.read.append(7)
         >>> names.put_back()
@@ -52,44 +61,51 @@ class Names:
         namespace(file=None, read=[])
     """
 
-    def __init__(self, owner: Any, *, whole: bool = False) -> None:
-        self._owner = owner
-        self._values = _values(owner)
-        self._contents: dict[Any, Any] = {}
-        held = vars(owner).values() if issubclass(type(owner), type) else self._values.values()
-        self._empty = empty_memos(list(held))
-        for name, value in self._values.items():
-            with contextlib.suppress(Exception):  # of a stranger's code: it keeps what it holds
-                copied = issubclass(type(value), _COPIED)
-                if copied and (whole or (_size(value) <= _LARGE and not _is_shared(value))):
-                    is_tensor = issubclass(type(value), torch.Tensor)
-                    self._contents[name] = value.detach().clone() if is_tensor else copy.copy(value)
+    def __init__(
+        self, owner: Any, room: Room, counts: Counts = is_its_own, *, code: bool = False, shared: bool = False
+    ) -> None:
+        self.owner, self.counts, self._code, self._shared = owner, counts, code, shared
+        self.held = {name: value for name, value in (self.now() or {}).items() if counts(owner, name)}
+        self.seen: dict[Any, HeldValue] = {}
+        for name, value in self.held.items():
+            if code and not issubclass(type(value), PUT_BACK):
+                continue
+            with contextlib.suppress(Exception):  # of a stranger's code: it cannot be looked into
+                if (found := HeldValue.of(value, room)) is not None:
+                    self.seen[name] = found
+        held = vars(owner) if code and issubclass(type(owner), type) else self.held
+        self._empty = [memo for memo in map(_memo, list(held.values())) if _is_empty(memo)]
 
-    def put_back(self, threads: Collection[Any] = ()) -> None:
+    def now(self) -> dict[Any, Any] | None:
+        """What all names stand for now; None if the owner does not show them."""
+        return _values(self.owner) if self._code else attributes_of(self.owner)
+
+    def put_back(self, threads: Container[Any] = ()) -> None:
         """Set all names to what they were, with the contents that they had.
 
         Args:
             threads: what :func:`~.thread_names.named_by_threads` found: it is left as it is now.
         """
-        now = _values(self._owner)
-        for name in set(now) - set(self._values):
+        now = self.now()
+        if now is None:
+            return
+        for name in [name for name in now if name not in self.held and self.counts(self.owner, name)]:
             if not self._is_named(name, threads):
-                _set(self._owner, name)
-        for name, value in self._values.items():
+                _set(self.owner, name)
+        for name, value in self.held.items():
             if (name not in now or now[name] is not value) and not self._is_named(name, threads):
-                _set(self._owner, name, value)
-            if id(value) in threads:
-                continue
-            if name in self._contents and not _is_same(value, self._contents[name]):
-                _refill(value, self._contents[name])
+                _set(self.owner, name, value)
+        for each in self.seen.values():
+            with contextlib.suppress(Exception):  # of a stranger's code: it keeps what it holds now
+                each.put_back(threads, shared=self._shared)
         for memo in self._empty:
             if not _is_empty(memo):
                 memo.cache_clear()
 
-    def _is_named(self, name: Any, threads: Collection[Any]) -> bool:
+    def _is_named(self, name: Any, threads: Container[Any]) -> bool:
         if isinstance(name, tuple):
-            return key_of(_globals_of(self._owner, name), name[-1]) in threads
-        return isinstance(name, str) and key_of(self._owner, name) in threads
+            return key_of(_globals_of(self.owner, name), name[-1]) in threads
+        return isinstance(name, str) and key_of(self.owner, name) in threads
 
 
 def _values(owner: Any) -> dict[Any, Any]:
@@ -99,8 +115,8 @@ def _values(owner: Any) -> dict[Any, Any]:
     user's; a cell has a number.
     """
     if issubclass(type(owner), type):
-        return {name: value for name, value in vars(owner).items() if not name.startswith(("__", "_hotset"))}
-    found: dict[Any, Any] = {**attributes(owner)}
+        return {name: value for name, value in vars(owner).items() if not name.startswith("__")}
+    found: dict[Any, Any] = {**(attributes_of(owner) or {})}
     if issubclass(type(owner), types.FunctionType):
         read = {names[0] for names in loaded_globals(owner.__code__)}
         found.update({(name,): owner.__globals__[name] for name in read & owner.__globals__.keys()})
@@ -125,26 +141,18 @@ def _globals_of(owner: Any, name: tuple[str, ...]) -> dict[str, Any]:
 def _set(owner: Any, name: Any, value: Any = UNSET) -> None:
     """Have a name stand for a value again, or for nothing."""
     if isinstance(name, int):
-        owner, name = owner.__closure__[name], "cell_contents"
-    if isinstance(name, tuple):
+        cell = owner.__closure__[name]
+        if value is UNSET:
+            del cell.cell_contents
+        else:
+            cell.cell_contents = value
+    elif isinstance(name, tuple):
         names, name = _globals_of(owner, name), name[-1]
         names.pop(name) if value is UNSET else names.update({name: value})
+    elif issubclass(type(owner), type):
+        type.__delattr__(owner, name) if value is UNSET else type.__setattr__(owner, name, value)
     else:
-        kind: Any = type if issubclass(type(owner), type) else object
-        kind.__delattr__(owner, name) if value is UNSET else kind.__setattr__(owner, name, value)
-
-
-def empty_memos(values: Iterable[Any]) -> list[Any]:
-    """Those of these values that ``functools.lru_cache`` made, and which keep nothing yet.
-
-    Example:
-        >>> kept, empty = functools.lru_cache(abs), functools.lru_cache(len)
-        >>> kept(-1)
-        1
-        >>> empty_memos([kept, property(empty), abs]) == [empty]
-        True
-    """
-    return [memo for memo in map(_memo, values) if _is_empty(memo)]
+        set_attribute(owner, name, value)
 
 
 def _memo(value: Any) -> Any:
@@ -156,51 +164,3 @@ def _memo(value: Any) -> Any:
 
 def _is_empty(memo: Any) -> bool:
     return memo is not None and memo.cache_info().currsize == 0
-
-
-def _is_shared(value: Any) -> bool:
-    """Whether an array or tensor lies in memory that other processes may write to meanwhile."""
-    while isinstance(value, np.ndarray):
-        value = value.base
-    if isinstance(value, torch.Tensor):
-        return bool(value.is_shared())  # type: ignore[no-untyped-call]
-    return value is not None and not isinstance(value, _COPIED)
-
-
-def _is_same(value: Any, content: Any) -> bool:
-    """Whether a container has its old elements; so that nothing is written where nothing has changed."""
-    kind = type(value)
-    if issubclass(kind, torch.Tensor):
-        return torch.equal(value, content)
-    if issubclass(kind, np.ndarray):
-        return np.array_equal(value, content)
-    if len(value) != len(content):
-        return False
-    now, before = (
-        [*each, *each.values()] if issubclass(kind, dict) else list(each) for each in (value, content)
-    )
-    return all(map(operator.is_, now, before))
-
-
-def _size(value: Any) -> int:
-    """The bytes of an array or tensor, about those of the references in another container."""
-    return int(value.nbytes) if isinstance(value, (np.ndarray, torch.Tensor)) else 8 * len(value)
-
-
-def _refill(value: Any, content: Any) -> None:
-    """Give a container, array or tensor its old content again.
-
-    By the methods of the class that was written in C: a user's own may refuse, and leave it empty.
-    """
-    kind = type(value)
-    base: Any = solid_base(kind)
-    if issubclass(kind, list):
-        base.__setitem__(value, slice(None), content)
-    elif issubclass(kind, (dict, set)):
-        base.clear(value)
-        base.update(value, content)
-    elif issubclass(kind, np.ndarray):
-        np.copyto(value, content, casting="unsafe")
-    elif not value.requires_grad:
-        with torch.no_grad():
-            value.copy_(content)

@@ -16,30 +16,30 @@ from typing import Any
 from hotset.determinism.objects.code_dependencies import is_users, names_in
 from hotset.determinism.objects.safe_access import UNSET, content_of_cell
 
-__all__ = ["Key", "key_of", "named_by_threads"]
-
-Key = tuple[int, str]
+__all__ = ["key_of", "named_by_threads"]
 
 _MOST = 200  # functions
 _Code = tuple[types.CodeType, dict[str, Any]]
 
 
-def key_of(holder: Any, name: str) -> Key:
+def key_of(holder: Any, name: str) -> tuple[int, str]:
     """A key for an attribute of a class or module, or for a global, whose holder is the dict of globals."""
     return id(vars(holder) if type(holder) is types.ModuleType else holder), name
 
 
-def named_by_threads() -> set[Any]:
+def named_by_threads() -> dict[Any, Any]:
     """What the code of the other threads of Python names: a key for each name, and the ids of their values.
+
+    With each comes what has that id, so that it stays alive, and no other object gets the id.
 
     It is the code that runs in them now, and the user's functions that it calls by a global name. What a
     thread reaches by its arguments alone is not looked for.
 
     Example:
-        >>> named_by_threads() >= set()
-        True
+        >>> type(named_by_threads())
+        <class 'dict'>
     """
-    own, found = threading.get_ident(), set[Any]()
+    own, found = threading.get_ident(), dict[Any, Any]()
     frames = {thread: frame for thread, frame in sys._current_frames().items() if thread != own}
     if not frames:
         return found
@@ -49,7 +49,7 @@ def named_by_threads() -> set[Any]:
         if thread.ident in frames and issubclass(type(target), types.FunctionType):
             codes.append((target.__code__, target.__globals__))
             contents = map(content_of_cell, target.__closure__ or ())
-            found.update(id(content) for content in contents if content is not UNSET)
+            found.update((id(content), content) for content in contents if content is not UNSET)
     for frame in frames.values():
         at: types.FrameType | None = frame
         while at is not None:
@@ -65,7 +65,7 @@ def named_by_threads() -> set[Any]:
     return found
 
 
-def _named(code: types.CodeType, names: dict[str, Any], found: set[Any]) -> list[_Code]:
+def _named(code: types.CodeType, names: dict[str, Any], found: dict[Any, Any]) -> list[_Code]:
     """Adds what code names to what was found; returns the code of the user's functions among it."""
     used = names_in(code)
     holders: list[Any] = [names]
@@ -73,10 +73,10 @@ def _named(code: types.CodeType, names: dict[str, Any], found: set[Any]) -> list
     for holder in holders:
         held = holder if holder is names else vars(holder)
         # One that it sets need not be there yet.
-        found.update(key_of(holder, name) for name in used)
+        found.update((key_of(holder, name), holder) for name in used)
         values: list[Any] = [held.get(name) for name in used]  # a thread may delete one meanwhile
         for value in values:
-            found.add(id(value))
+            found[id(value)] = value
             if issubclass(type(value), types.FunctionType) and is_users(value):
                 called.append((value.__code__, value.__globals__))
             elif holder is names and (type(value) is types.ModuleType or issubclass(type(value), type)):

@@ -11,21 +11,38 @@ elements and bytes: of what has no room only the identity counts, and the length
 from __future__ import annotations
 
 import operator
+import sys
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hotset.determinism.objects.mutable_content import content_of, is_shared, put_content, whole_content_of
-from hotset.determinism.objects.safe_access import elements, length
+import numpy as np
+import torch
 
-__all__ = ["ENTERED", "PLAIN_TYPES", "HeldValue", "Room", "same_value"]
+from hotset.determinism.objects.code_dependencies import is_users
+from hotset.determinism.objects.mutable_content import (
+    Copy,
+    content_of,
+    copy_of,
+    is_copy,
+    is_shared,
+    put_content,
+    whole_content_of,
+)
+from hotset.determinism.objects.safe_access import attributes_of, elements, length
+from hotset.store.leaves.instances import solid_base
+
+__all__ = ["ENTERED", "PLAIN_TYPES", "PUT_BACK", "HeldValue", "Room", "same_value"]
 
 ENTERED = (list, tuple, dict, set, deque)
 """Containers whose elements are looked at."""
+PUT_BACK = (*ENTERED, bytearray, np.ndarray, torch.Tensor)
+"""What can be put back; of other values it is only seen whether they have changed."""
 _PLAIN = (bool, int, float, complex, str, bytes)
 PLAIN_TYPES = frozenset({*_PLAIN, type(None)})
 """Types of values that cannot be changed, and hold nothing."""
-_FILLED = (list, dict, set, deque, OrderedDict, defaultdict)  # and no subclasses: their methods may do more
+_FILLED = (list, dict, set, deque, OrderedDict, defaultdict)
 _EACH, _NESTED = 100, 6  # see Room
 _DEPTH = 8
 
@@ -37,13 +54,14 @@ class Room:
     Attributes:
         elements: of containers; a container in another one, an array or a tensor takes the room of 100.
         bytes: of arrays and tensors; a byte of containers in a container takes the room of six.
-        outermost: whether the elements of a container that is itself an attribute count, however many, and
-            can be put back: what is compared by its bytes cannot, as a container of many containers is.
+        outermost: of a container that is itself an attribute, so many elements count even if there is no room
+            for them. If there are any, containers can be put back: what is compared by its bytes cannot, as a
+            container of many containers is; and a copy is kept of what has no bytes.
     """
 
     elements: int = 50_000
     bytes: int = 4 << 20
-    outermost: bool = True
+    outermost: int = sys.maxsize
 
     def take(self, elements: int) -> bool:
         """Take room for so many elements; False if there is less."""
@@ -66,12 +84,22 @@ class Room:
     @classmethod
     def small(cls) -> Room:
         """Room for what is looked at for each of many readings."""
-        return cls(900, 1 << 14, outermost=False)
+        return cls(900, 1 << 14, outermost=0)
+
+    @classmethod
+    def outside(cls) -> Room:
+        """Room for what one function or class keeps outside of a dataset; there may be many of them."""
+        return cls(900, outermost=1 << 17)
+
+    @classmethod
+    def of_one(cls) -> Room:
+        """Room for all that one object holds itself, and a little of what is in that."""
+        return cls(900, sys.maxsize)
 
     @classmethod
     def larger(cls) -> Room:
         """Room for all that is compared in another, wherever that one begins to look."""
-        return cls(4 * cls.elements, 4 * cls.bytes, outermost=False)
+        return cls(4 * cls.elements, 4 * cls.bytes, outermost=0)
 
 
 class HeldValue(NamedTuple):
@@ -79,26 +107,24 @@ class HeldValue(NamedTuple):
 
     Attributes:
         value: the value.
-        content: the bytes of an array, or of a container with all in it; of a container or bytearray for
-            which there was no room, its length; otherwise None, and
+        content: the bytes of an array, or a copy, or the bytes of a container with all in it; of a container
+            or bytearray for which there was no room, its length; otherwise None, and
         inner: its elements, and those of them that can be changed in place, by number.
     """
 
     value: Any
-    content: bytes | int | None
+    content: bytes | int | Copy | None
     inner: tuple[list[Any], dict[int, HeldValue]] | None = None
 
     @classmethod
     def of(cls, value: Any, room: Room, depth: int = 0) -> HeldValue | None:
         """None for a value that cannot be changed in place, or not be seen to be."""
+        if type(value) in PLAIN_TYPES:
+            return None
         if not issubclass(type(value), ENTERED):
-            content = content_of(value, room.bytes) if room.elements >= _EACH else None
-            if content is None or not room.take(_EACH):
-                return cls(value, length(value)) if issubclass(type(value), bytearray) else None
-            room.bytes -= len(content)
-            return cls(value, content)
+            return cls._of_bytes(value, room, room.outermost if depth == 0 else 0)
         has_room = depth <= _DEPTH and room.take(length(value) + (_EACH if depth else 0))
-        if not has_room and not (room.outermost and depth == 0):
+        if not has_room and (depth or length(value) > room.outermost):
             return cls(value, length(value))
         parts = elements(value)
         inner = {}
@@ -113,10 +139,24 @@ class HeldValue(NamedTuple):
             }
         return cls(value, None, (parts, inner)) if inner or not issubclass(type(value), tuple) else None
 
+    @classmethod
+    def _of_bytes(cls, value: Any, room: Room, outermost: int) -> HeldValue | None:
+        content: Any = None
+        if outermost or room.elements >= _EACH:
+            content = content_of(value, room.bytes)
+            content = copy_of(value, room.bytes) if content is None and outermost else content
+        if content is None:
+            return cls(value, length(value)) if issubclass(type(value), bytearray) else None
+        room.take(_EACH)
+        room.bytes -= len(content) if isinstance(content, bytes) else content.nbytes
+        return cls(value, content)
+
     def is_as_it_was(self) -> bool:
         """Whether the value holds what it held."""
         if isinstance(self.content, int):
             return length(self.value) == self.content
+        if isinstance(self.content, (np.ndarray, torch.Tensor)):
+            return is_copy(self.content, self.value)
         if self.content is not None:
             look = whole_content_of if issubclass(type(self.value), ENTERED) else content_of
             return look(self.value, len(self.content)) == self.content
@@ -136,7 +176,7 @@ class HeldValue(NamedTuple):
     def is_shared(self) -> bool:
         """Whether running workers see a change of the value, or of one that it contains."""
         if self.inner is None:
-            return isinstance(self.content, bytes) and is_shared(self.value)
+            return self.content is not None and not isinstance(self.content, int) and is_shared(self.value)
         return any(each.is_shared() for each in self.inner[1].values())
 
     def is_lost(self) -> bool:
@@ -149,17 +189,25 @@ class HeldValue(NamedTuple):
             return may_be and not self.is_as_it_was()
         return type(self.value) not in _FILLED and not self._has_its_elements()
 
-    def put_back(self) -> None:
-        """Have the value hold again what it held, as far as it can."""
-        if isinstance(self.content, bytes):
-            if not issubclass(type(self.value), ENTERED) and not self.is_as_it_was():
-                put_content(self.value, self.content)
-        elif self.inner is not None:
+    def put_back(self, but: Container[int] = (), *, shared: bool = False) -> None:
+        """Have the value hold again what it held, as far as it can.
+
+        Args:
+            but: ids of values that are left as they are, with all in them.
+            shared: whether that is done also with memory that other processes may write to.
+        """
+        if id(self.value) in but or isinstance(self.content, int):
+            return
+        if self.inner is not None:
             before, inner = self.inner
-            if type(self.value) in _FILLED and not self._has_its_elements():
+            if _can_be_filled(self.value) and not self._has_its_elements():
                 _fill(self.value, before)
             for each in inner.values():
-                each.put_back()
+                each.put_back(but, shared=shared)
+        elif not (issubclass(type(self.value), ENTERED) or self.is_as_it_was()) and (
+            shared or not is_shared(self.value)
+        ):
+            put_content(self.value, self.content)
 
 
 def _whole(value: Any, room: Room) -> bytes | None:
@@ -188,13 +236,30 @@ def _same_elements(one: list[Any], other: list[Any]) -> bool:
     return all(map(operator.is_, one, other)) or all(map(same_value, one, other))
 
 
+def _can_be_filled(container: Any) -> bool:
+    """Whether a container's elements can be put back.
+
+    A library's class may keep in attributes what goes with them: the order of the keys, for example.
+    """
+    if type(container) in _FILLED:
+        return True
+    return issubclass(type(container), _FILLED) and (is_users(container) or not attributes_of(container))
+
+
 def _fill(container: Any, before: list[Any]) -> None:
-    """Have a container hold these elements, which :func:`elements` gave."""
-    container.clear()
-    if isinstance(container, dict):
+    """Have a container hold these elements, which :func:`elements` gave.
+
+    By the methods of the class that was written in C: a user's own may refuse, and leave it empty.
+    """
+    base: Any = solid_base(type(container))
+    if issubclass(base, list):
+        base.__setitem__(container, slice(None), before)
+        return
+    base.clear(container)
+    if issubclass(base, dict):
         half = len(before) // 2
-        container.update(zip(before[:half], before[half:], strict=True))
-    elif isinstance(container, set):
-        container.update(before)
+        for key, value in zip(before[:half], before[half:], strict=True):
+            base.__setitem__(container, key, value)
     else:
-        container.extend(before)
+        fill = base.update if issubclass(base, set) else base.extend
+        fill(container, before)
