@@ -111,7 +111,7 @@ class ContentWatch:
         objects = [*self._cached, *(value for value in held if not is_a(value, Dataset))]
         reached = [one for each in objects for one in reached_by_code(each)]
         reached += [one for each in code for one in each.functions]
-        self._outer = outer_names(reached, map(type, (*readers, *objects)))
+        self._outer = outer_names(reached, (*readers, *objects))
         self._readers = set(map(id, readers))
         self._names = None if None in names else frozenset[str]().union(*filter(None, names))
 
@@ -163,6 +163,7 @@ class ContentWatch:
         found = found or self._around.changed()
         if found is None or self._samples_differ():
             return found
+        self._find()  # what is compared may belong to code that is used no more
         self._look()
         return None
 

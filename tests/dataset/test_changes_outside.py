@@ -35,8 +35,8 @@ def other_helper(value: torch.Tensor) -> torch.Tensor:
     return value - 3
 
 
-def gain(value: torch.Tensor) -> torch.Tensor:
-    return value + GAIN["all"]
+def gain(value: torch.Tensor, more: int = 0) -> torch.Tensor:
+    return value + GAIN["all"] + more
 
 
 def _enclosing(number: int) -> tuple[Callable[[Any], Any], Callable[[int], None], dict[str, int]]:
@@ -120,6 +120,11 @@ CHANGES: dict[str, Callable[[], None]] = {
     "a method": _set(Outside, "extra", lambda self: 8),
     "a method that a base has": _set(Outside, "_doubled", lambda self, value: 3 * value),
     "a method that no code names": _set(Scale, "__call__", lambda self, value: -value),
+    # as IPython's autoreload sets them where a module was edited
+    "the code of a function": _set(helper, "__code__", other_helper.__code__),
+    "the code of a function in a chain": _set(gain, "__code__", other_helper.__code__),
+    "a default of a function": _set(gain, "__defaults__", (4,)),
+    "the code of a method": _set(Base._doubled, "__code__", (lambda self, value: 5 * value).__code__),
     "the reading method": _set(Outside, "__getitem__", lambda self, index: Base.shift + torch.ones(2)),
 }
 
@@ -129,7 +134,10 @@ def _put_back() -> Iterator[None]:
     names = ("NUMBER", "helper", "reads")
     before = {name: globals()[name] for name in names}
     classes = {each: dict(vars(each)) for each in (Scale, Base, Outside)}
+    functions = [(each, each.__code__, each.__defaults__) for each in (helper, gain, Base._doubled)]
     yield
+    for each, code, defaults in functions:
+        each.__code__, each.__defaults__ = code, defaults
     globals().update(before)
     OPTIONS.size, TABLE["gains"], GAIN["all"] = 1, [1, 2], 1
     KNOWN.clear()
@@ -169,6 +177,45 @@ def test_a_change_of_what_code_reads_is_followed(change: str, loader: str, worke
     expected = list(DataLoader(Outside(), batch_size=4))
     equal_batches(got[2], expected)
     equal_batches(got[3], expected)
+
+
+class Backwards(Chain):
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        return -super().__call__(value)
+
+
+class Inverted(Outside):
+    def _doubled(self, value: Any) -> Any:
+        return -2 * value
+
+
+@pytest.mark.parametrize("of_transform", [False, True])
+def test_another_class_of_an_object_is_followed(of_transform: bool) -> None:
+    def change(dataset: Outside) -> Outside:
+        if of_transform:
+            dataset.transform.__class__ = Backwards
+        else:
+            dataset.__class__ = Inverted
+        return dataset
+
+    dataset = Outside()
+    with recorded() as told, hotset.cache(Subset(dataset, range(N)), memory="1MiB") as cached:
+        got = _passes(cached, hotset.DataLoader, 0, lambda: change(dataset))
+        assert cached.stats().hits == N
+    assert any("__class__ has changed" in str(each.message) for each in told)
+    equal_batches(got[3], list(DataLoader(change(Outside()), batch_size=4)))
+
+
+def test_a_function_is_edited_after_one_that_took_its_place_to_no_effect() -> None:
+    def also_helper(value: torch.Tensor) -> torch.Tensor:
+        return NUMBER + value
+
+    with recorded(), hotset.cache(Outside(), memory="1MiB") as cached:
+        _passes(cached, hotset.DataLoader, 0, _set_global("helper", also_helper))
+        assert cached.stats().hits == 3 * N
+        also_helper.__code__ = other_helper.__code__
+        got = list(hotset.DataLoader(cached, batch_size=4))
+    equal_batches(got, list(DataLoader(Outside(), batch_size=4)))
 
 
 def equal_passes(one: list[Any], other: list[Any]) -> bool:

@@ -21,19 +21,21 @@ from hotset.determinism.objects.safe_access import UNSET, content_of_cell, is_op
 __all__ = ["outer_names"]
 
 
-def outer_names(code: Iterable[Any], classes: Iterable[type]) -> list[Any]:
-    """The modules, classes and closures, each as an object with the names that are used of it.
+def outer_names(code: Iterable[Any], objects: Iterable[Any]) -> list[Any]:
+    """The modules, classes, closures and functions, each as an object with the names that are used of it.
 
     Args:
         code: functions, and classes whose attributes they may read; anything else is left out.
-        classes: more of these; the bases of all count as well.
+        objects: more classes are those of these; the bases of all count as well.
     """
     found: dict[int, tuple[Any, set[str]]] = {}
-    named, kinds, closures = set[str](CALLED_UNNAMED), list(classes), list[Any]()
+    objects, functions = list(objects), dict[int, types.FunctionType]()
+    named, kinds, closures = set[str](CALLED_UNNAMED), list[type](map(type, objects)), list[Any]()
     for each in code:
         if issubclass(type(each), type):
             kinds.append(each)
         elif type(each) is types.FunctionType and is_users(each):
+            functions[id(each)] = each
             named |= names_in(each.__code__)
             for names, name in globals_of(each):
                 if installed(str(names.get("__name__"))) is None:
@@ -41,7 +43,22 @@ def outer_names(code: Iterable[Any], classes: Iterable[type]) -> list[Any]:
             closures += _closure(each)
     shown = [_shown(str(names.get("__name__")), names, used) for names, used in found.values()]
     users = {base for each in kinds if not is_opaque(each) for base in each.__mro__ if is_users(base)}
-    return [*shown, *closures, *(_shown(each.__name__, vars(each), named) for each in users)]
+    shown += [_shown(each.__name__, vars(each), named) for each in users]
+    shown += map(_function, functions.values())
+    return [*shown, *closures, *map(_class_of, objects)]
+
+
+def _function(function: types.FunctionType) -> Any:
+    names = ("__code__", "__defaults__", "__kwdefaults__")
+    return _titled(_title(function), lambda: {name: getattr(function, name) for name in names})
+
+
+def _class_of(value: Any) -> Any:
+    return _titled(type(value).__name__, lambda: {"__class__": type(value)})
+
+
+def _title(function: types.FunctionType) -> str:
+    return function.__qualname__.rpartition("<locals>.")[2]
 
 
 def _closure(function: types.FunctionType) -> list[Any]:
@@ -49,13 +66,12 @@ def _closure(function: types.FunctionType) -> list[Any]:
     cells = cells_of(function)
     if not cells:
         return []
-    title = function.__qualname__.rpartition("<locals>.")[2]
 
     def held() -> dict[str, Any]:
         content = {name: content_of_cell(cell) for name, cell in cells.items()}
         return {name: value for name, value in content.items() if value is not UNSET}
 
-    return [_titled(title, held)]
+    return [_titled(_title(function), held)]
 
 
 def _shown(title: str, names: Any, used: set[str]) -> Any:
