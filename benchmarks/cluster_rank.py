@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 from benchmarks.harness import Comparison, compare
 from benchmarks.throttle import Throttle
 from benchmarks.truth import WrongData
-from hotset.dataset.cached_dataset import current_of
+from hotset.dataset.dataset_proxy import current_of
 
 __all__ = ["BATCH", "Epoch", "Noise", "Rank"]
 

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.harness import Unfit
 from benchmarks.truth import WrongData
-from hotset.dataset.cached_dataset import current_of
+from hotset.dataset.dataset_proxy import current_of
 from hotset.store.format import Live
 
 __all__ = ["Epoch", "Mapping", "Reader", "map_ahead"]

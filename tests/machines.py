@@ -52,7 +52,7 @@ from hotset.cluster import store_service as shelf
 from hotset.cluster.directory import SILENT, Directory
 from hotset.cluster.membership import Member
 from hotset.cluster.node import Node
-from hotset.dataset.cached_dataset import current_of
+from hotset.dataset.dataset_proxy import current_of
 from hotset.policy.rendezvous import Placement
 from hotset.session import sessions
 from hotset.store import fill

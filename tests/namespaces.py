@@ -46,7 +46,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import hotset
 from hotset.cluster import ray_join as joining
 from hotset.cluster.ray_actors import NAMESPACE, directory_name
-from hotset.dataset.cached_dataset import current_of
+from hotset.dataset.dataset_proxy import current_of
 
 __all__ = ["MACHINES", "remains", "remove"]
 

@@ -29,7 +29,7 @@ import hotset
 from hotset.cluster import peer_stats as tally
 from hotset.cluster import ray_join as joining
 from hotset.dataset import audit
-from hotset.dataset.cached_dataset import current_of
+from hotset.dataset.dataset_proxy import current_of
 
 SAMPLES = 3000
 BYTES = 3 * 32 * 32

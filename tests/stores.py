@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from helpers import difference
 
-from hotset.dataset.cached_dataset import current_of
+from hotset.dataset.dataset_proxy import current_of
 from hotset.store.claims import Ids
 from hotset.store.format import PRESENT, Live
 from hotset.store.leaves.schema import Schema

@@ -30,7 +30,7 @@ import torch
 
 import hotset
 from hotset.collate import ragged
-from hotset.dataset.cached_dataset import current_of
+from hotset.dataset.dataset_proxy import current_of
 
 N = 600
 ACTORS = 4

@@ -19,7 +19,7 @@ from benchmarks import data
 from benchmarks.harness import Outcome, Spread, Target, compare
 from benchmarks.settings import Settings
 from benchmarks.truth import WrongData
-from hotset.dataset.cached_dataset import current_of
+from hotset.dataset.dataset_proxy import current_of
 from hotset.store.fill import NoDrawWatch
 
 __all__ = ["draws"]

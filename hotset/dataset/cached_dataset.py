@@ -37,16 +37,11 @@ from hotset.dataset.special_methods import NOT_OF_SAMPLES, special_methods, with
 from hotset.dataset.stats import Stats
 from hotset.dataset.wrapped_datasets import cached_in
 from hotset.determinism.objects.safe_access import has, loaded_class
-from hotset.errors import ArgumentError, SegmentError
+from hotset.errors import ArgumentError
 from hotset.store.claims import Ids
-from hotset.store.format import DESTROYED, Live
 from hotset.store.leaves.instances import solid_base
 
-__all__ = [
-    "CachedDataset",
-    "cache_of",
-    "current_of",
-]
+__all__ = ["CachedDataset", "cache_of"]
 
 T = TypeVar("T")
 
@@ -119,6 +114,10 @@ class CachedDataset(DatasetProxy[T]):
     @property
     def plan(self) -> Plan:
         return self._hotset_cache.at_use().plan
+
+    @property
+    def _hotset_access(self) -> SampleAccess:
+        return self._hotset_cache.access
 
     # ---- samples -------------------------------------------------------------------------------------
 
@@ -279,8 +278,7 @@ class CachedDataset(DatasetProxy[T]):
 
     def check(self) -> list[str]:
         """Verify every record. Returns a sentence for each problem, or an empty list."""
-        store = self._hotset_cache.at_use().store
-        return store.check() if store is not None else []
+        return self._hotset_cache.at_use().check()
 
     def fill(self, *, progress: bool = False, num_workers: int = 0) -> None:
         """Cache all samples now, as far as there is room, and not as training comes to them.
@@ -331,18 +329,7 @@ class CachedDataset(DatasetProxy[T]):
             SegmentError: another process went on writing samples for five seconds, or another machine of the
                 cluster has not confirmed that it dropped its part.
         """
-        current = self._hotset_cache.at_use()
-        store, name = current.any_store, current.plan.name
-        if store is None:
-            return
-        if store.segment.live[Live.INVALIDATED] == DESTROYED:
-            raise SegmentError(f"{name} cannot be cleared: its session was destroyed.")
-        # Heartbeats pass the number on to machines that cannot be asked now.
-        clears = int(store.segment.live[Live.CLEARS]) + 1 if current.remote is not None else None
-        if not store.clear(clears=clears):
-            raise SegmentError(f"{name} cannot be cleared while other processes fill it; stop them first.")
-        if current.remote is not None:
-            current.remote.clear(store, name)
+        self._hotset_cache.at_use().clear()
 
     def set_epoch(self, epoch: int) -> None:
         """Announce the epoch that begins; calls the dataset's ``set_epoch`` as well, if it has one.
@@ -412,19 +399,12 @@ class _ByIndex:
         return self._cached[index]
 
 
-# ---- for loaders -------------------------------------------------------------------------------------------
-#
-# Functions, as a public method of a cached dataset would hide what the user's dataset has by that name.
-
-
 def cache_of(cached: CachedDataset[Any]) -> CurrentCache:
-    """What loaders ask of a cached dataset, besides what users may ask."""
+    """What loaders ask of a cached dataset, besides what users may ask.
+
+    A function, as a public method would hide what the user's dataset has by that name.
+    """
     return cached._hotset_cache
-
-
-def current_of(cached: CachedDataset[Any]) -> SampleAccess:
-    """What samples are read by now, in this process: another object once they are cached anew."""
-    return cached._hotset_cache.access
 
 
 def _integer(index: Any) -> int | None:

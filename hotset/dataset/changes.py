@@ -137,9 +137,9 @@ class Changes:
         self._read = CopiedAttributes(access.source.dataset, dataset)
         # Its user says what samples depend on, so that nothing is compared.
         self._is_believed = declared(dataset) == "deterministic" or arguments.key is not None
-        is_compared = access.any_store is not None and not access.plan.stream
+        is_compared = access.any_store is not None and not self._is_believed
         self._content: ContentWatch | None = None
-        if is_compared and not self._is_believed and get_worker_info() is None:
+        if is_compared and get_worker_info() is None:
             self._content = ContentWatch(dataset, access)
 
     def at_use(self, *, in_pass: bool = False) -> Change | None:
@@ -198,8 +198,8 @@ class Changes:
         return Change(f"{self._name}.{name}", "was set", advice, is_new)
 
     def _of_length(self) -> Change | None:
-        """The length; a stream has none to compare, and a window's is that of its residents."""
-        if self._access.window is not None or self._access.plan.stream:
+        """The length, unless there is a window, whose length is that of its residents."""
+        if self._access.window is not None:
             return None
         before, now = self._access.plan.samples, len(self._dataset)
         event = f"changed from {before:,} to {now:,}"

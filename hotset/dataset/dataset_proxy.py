@@ -20,13 +20,14 @@ from torch.utils.data import Dataset
 
 from hotset.dataset.arguments import CacheArguments
 from hotset.dataset.changes import SetSince
+from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.special_methods import NOT_FORWARDED, NotSettable
 from hotset.store.leaves.instances import slots_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["DatasetProxy"]
+__all__ = ["DatasetProxy", "current_of"]
 
 T = TypeVar("T")
 
@@ -60,6 +61,10 @@ class DatasetProxy(Dataset[T], Generic[T], metaclass=NotSettable):
     def _hotset_stands_in(self) -> bool:
         """Whether ``isinstance`` finds the dataset's class."""
         return False
+
+    @property
+    def _hotset_access(self) -> SampleAccess:
+        raise NotImplementedError
 
     def _hotset_attribute_was_set(self, name: str) -> None:
         """Make anew what is cached, as this attribute of the dataset was set."""
@@ -125,3 +130,11 @@ class DatasetProxy(Dataset[T], Generic[T], metaclass=NotSettable):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.dataset!r})"
+
+
+def current_of(cached: DatasetProxy[Any]) -> SampleAccess:
+    """What samples are read by now, in this process: another object once they are cached anew.
+
+    A function, as a public method would hide what the user's dataset has by that name.
+    """
+    return cached._hotset_access

@@ -302,6 +302,29 @@ class SampleAccess:
                 found.update(each.samples(store.schema))
         return found
 
+    def check(self) -> list[str]:
+        """Verify every record. Returns a sentence for each problem, or an empty list."""
+        store = self.store
+        return store.check() if store is not None else []
+
+    def clear(self) -> None:
+        """Drop every cached sample, in all processes. A cache that an audit has disabled is used again.
+
+        Raises:
+            SegmentError: its session was destroyed, or others went on writing samples for five seconds.
+        """
+        store, name = self.any_store, self.plan.name
+        if store is None:
+            return
+        if store.segment.live[Live.INVALIDATED] == DESTROYED:
+            raise SegmentError(f"{name} cannot be cleared: its session was destroyed.")
+        # Heartbeats pass the number on to machines that cannot be asked now.
+        clears = int(store.segment.live[Live.CLEARS]) + 1 if self.remote is not None else None
+        if not store.clear(clears=clears):
+            raise SegmentError(f"{name} cannot be cleared while other processes fill it; stop them first.")
+        if self.remote is not None:
+            self.remote.clear(store, name)
+
     def prefetch(self, ids: Ids) -> None:
         """Announce that these samples are needed soon: those on a disk are read ahead."""
         store = self.any_store

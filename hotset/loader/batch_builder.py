@@ -72,7 +72,7 @@ class BatchBuilder:
         """The samples for the collate function; ``resolved`` is what :meth:`resolve` returned for them."""
         if not self._batched:
             if isinstance(self._dataset, CachedStream):  # its recorded part has no index for others
-                return passes_of(self._dataset).sample(indices)
+                return passes_of(self._dataset).samples([indices])[0]
             return self._dataset[indices]
         if resolved is None:  # not integers, or out of range: the dataset decides
             return fetched(self._dataset, indices)

@@ -10,7 +10,7 @@ import logging
 import time
 from typing import Any
 
-from hotset.dataset.cached_dataset import current_of
+from hotset.dataset.dataset_proxy import current_of
 from hotset.errors import ArgumentError
 from hotset.units import format_bytes, format_seconds
 

@@ -15,7 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import ConcatDataset, Subset
 
-from hotset.dataset.cached_dataset import CachedDataset, cache_of, current_of
+from hotset.dataset.cached_dataset import CachedDataset, cache_of
+from hotset.dataset.current_cache import CurrentCache
+from hotset.dataset.dataset_proxy import DatasetProxy, current_of
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.streams.cached_stream import CachedStream, passes_of
 from hotset.errors import ArgumentError
@@ -36,18 +38,18 @@ class Route:
                                  resolve                      sample_ids
 
     Args:
-        caches: the cached datasets, in the order of their samples.
+        caches: the cached datasets and streams, in the order of their samples.
         which: for each index the number of its cache; not used with one cache.
         inner: for each index the index in that cache's dataset; None if the two are equal.
 
     Attributes:
-        caches: the cached datasets.
+        caches: the cached datasets and streams.
         by_row: whether torch reads the samples of a batch one by one, as through a ConcatDataset.
     """
 
     def __init__(
         self,
-        caches: list[CachedDataset[Any]],
+        caches: list[DatasetProxy[Any]],
         which: Indices,
         inner: Indices | None,
         *,
@@ -65,14 +67,21 @@ class Route:
         # Not before it is asked for: a cache's length is a comparison of all that its dataset holds.
         return len(self._which) if self._inner is not None else len(self.caches[0])
 
+    @property
+    def followed(self) -> list[CurrentCache]:
+        """What follows changes of each cached dataset; a stream looks itself as a pass over it begins."""
+        return [cache_of(cached) for cached in self.caches if isinstance(cached, CachedDataset)]
+
     def require_unchanged(self) -> None:
         """Refuse to continue a pass whose dataset has changed since the pass began.
 
         Raises:
             ArgumentError: a transform, or another attribute, was set since.
         """
-        for cached, current in zip(self.caches, self._begun_with, strict=True):
-            if cache_of(cached).at_use(in_pass=True) is not current:
+        for cache in self.followed:
+            cache.at_use(in_pass=True)
+        for current, now in zip(self._begun_with, self.currents, strict=True):
+            if now is not current:
                 raise ArgumentError(
                     f"{current.plan.name} was given another transform or attribute in the midst of a pass, "
                     "whose batches are made ahead; begin a new pass: iter(loader)."
@@ -184,8 +193,9 @@ def route_to(dataset: Any, *, in_part: bool = False) -> Route | None:
     if isinstance(dataset, CachedDataset):
         return Route([dataset], np.empty(0, np.int64), None)
     if isinstance(dataset, CachedStream):
-        indexed = passes_of(dataset).indexed(in_part=in_part)
-        return Route([indexed[0]], np.zeros(len(indexed[1]), np.int64), indexed[1]) if indexed else None
+        passes = passes_of(dataset)
+        ids = passes.ids() if passes.has_index(in_part=in_part) else None
+        return Route([dataset], np.zeros(len(ids), np.int64), ids) if ids is not None else None
     if type(dataset) is Subset:
         inner = route_to(dataset.dataset)
         chosen = inner.resolve(dataset.indices) if inner is not None and len(dataset.indices) else None
@@ -195,7 +205,7 @@ def route_to(dataset: Any, *, in_part: bool = False) -> Route | None:
         return Route(inner.caches, which, inner._inner_indices(chosen), by_row=inner.by_row)
     if type(dataset) is ConcatDataset:
         parts = [route_to(part) for part in dataset.datasets]
-        caches: list[CachedDataset[Any]] = []
+        caches: list[DatasetProxy[Any]] = []
         numbers_of_caches, inner_indices = [], []
         for part in parts:
             if part is None:

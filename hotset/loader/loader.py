@@ -37,7 +37,6 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from hotset._warnings import warn
 from hotset.dataset.active_window import ActiveWindow
-from hotset.dataset.cached_dataset import cache_of, current_of
 from hotset.dataset.current_cache import pass_begins
 from hotset.dataset.planning.lost_threads import has_threads
 from hotset.dataset.sample_access import SampleAccess
@@ -150,10 +149,10 @@ class DataLoader(TorchDataLoader[T]):
         saved, self._saved = self._saved, None
         self._follow_stream(saved)
         route = route_to(self.dataset)
-        caches = route.caches if route is not None else []
+        followed = route.followed if route is not None else []
         running = self._inner is not None or self._iterator is not None
-        with pass_begins([*map(cache_of, caches)], running=running, persistent=self.persistent_workers):
-            self._follow_caches([current_of(cached) for cached in caches], running=running)
+        with pass_begins(followed, running=running, persistent=self.persistent_workers):
+            self._follow_caches(route.currents if route is not None else [], running=running)
             return self._next_or_saved(saved)
 
     def _next_or_saved(self, saved: SavedState | None) -> Any:
@@ -203,8 +202,8 @@ class DataLoader(TorchDataLoader[T]):
         run.summary = summary
         run.describe(self._header(), under_way=True)
         if route is not None and self.num_workers:
-            for cached in route.caches:
-                cache_of(cached).fill_for_workers()
+            for cache in route.followed:
+                cache.fill_for_workers()
         if route is None:
             size = self.batch_size or 1
             batches_of_torch = self._torch_iterator()

@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hotset.dataset.cached_dataset import cache_of
 from hotset.dataset.pipeline import SampleStopped, stopped
 from hotset.loader.batch_builder import BatchBuilder, LocalGather
 from hotset.loader.batch_order import BatchOrder
@@ -110,8 +109,8 @@ class LocalBatches:
         self._prefetched = 0 if route.spills else None  # how many of the next batches are prefetched
         self._readahead: HelperThread[None] = HelperThread("hotset-fetch")
         self._longest = _LONGEST_RUN_OF_A_DISK if route.spills else _LONGEST_RUN
-        for cached in route.caches:
-            cache_of(cached).pass_of = weakref.ref(self)
+        for cache in route.followed:
+            cache.pass_of = weakref.ref(self)
 
     def __iter__(self) -> LocalBatches:
         return self
@@ -150,8 +149,8 @@ class LocalBatches:
             raise
 
     def _reading_ends(self) -> None:
-        for cached in self._route.caches:
-            cache_of(cached).changes.pass_ended()
+        for cache in self._route.followed:
+            cache.changes.pass_ended()
 
     def _hand_over(self, samples: int, start: float) -> None:
         self._order.top_up()

@@ -73,7 +73,7 @@ class StreamSampler(Sampler[int]):
             TypeError: the stream was not read yet: another loader than hotset's has taken this sampler.
         """
         passes = passes_of(self.stream)
-        if passes.indexed(in_part=True) is None:
+        if not passes.has_index(in_part=True):
             passes.require_index("index")
         rank, ranks = self.division
         count = len(passes.ids())
@@ -94,7 +94,7 @@ class StreamSampler(Sampler[int]):
             TypeError: it was not read yet, and does not say.
         """
         passes = passes_of(self.stream)
-        if passes.indexed(in_part=True) is None:
+        if not passes.has_index(in_part=True):
             return passes.stated_length()
         rank, ranks = self.division
         return len(range(rank, len(passes.ids()), ranks))

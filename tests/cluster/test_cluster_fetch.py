@@ -20,7 +20,7 @@ from samples import big_image_and_label as image
 from stores import ids, store_of
 from torch.utils.data.distributed import DistributedSampler
 
-from hotset.dataset.cached_dataset import current_of
+from hotset.dataset.dataset_proxy import current_of
 
 pytest.importorskip("zmq", reason="pyzmq, which carries records between machines, is not installed")
 

@@ -19,7 +19,7 @@ from sources import FolderLike, ReadLog, Samples, TextFiles, Transformed
 
 import hotset
 from hotset.dataset import audit
-from hotset.dataset.cached_dataset import current_of
+from hotset.dataset.dataset_proxy import current_of
 from hotset.dataset.pipeline import Cuts, Pipeline
 
 N = 40

@@ -13,7 +13,7 @@ from helpers import equal_batches, rng_states, seed_everything
 from torch.utils.data import DataLoader, Dataset
 
 import hotset
-from hotset.dataset.cached_dataset import current_of
+from hotset.dataset.dataset_proxy import current_of
 from hotset.store.records import Records
 
 N = 24

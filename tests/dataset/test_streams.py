@@ -798,6 +798,17 @@ def test_a_stream_is_recorded_anew_after_what_it_holds_was_set_on_the_stream_its
         assert cached.recorded
 
 
+def test_a_pass_over_recorded_samples_ends_with_an_error_once_an_attribute_was_set() -> None:
+    with hotset.cache(Marked(N), memory="10MiB") as cached:
+        loader = hotset.DataLoader(cached, batch_size=8)
+        assert values(loader) == list(range(N))
+        batches = iter(loader)
+        next(batches)
+        cached.mark = 1000
+        assert "Marked was given another" in failure(lambda: list(batches)).text
+        assert values(loader) == [1000 + number for number in range(N)]
+
+
 def test_a_stream_is_not_recorded_anew_after_what_no_sample_depends_on_was_set() -> None:
     class Logged(Marked):
         """It counts its samples, and notes what nothing reads."""

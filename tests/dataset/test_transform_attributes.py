@@ -17,7 +17,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import hotset
-from hotset.dataset.cached_dataset import current_of
+from hotset.dataset.dataset_proxy import current_of
 
 N = 14
 v2: Any = None

@@ -51,7 +51,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 import hotset
 from hotset.dataset import active_window as residents
-from hotset.dataset.cached_dataset import current_of
+from hotset.dataset.dataset_proxy import current_of
 from hotset.dataset.window import Sizes
 from hotset.errors import ArgumentError, HotsetWarning, QuantityError, StateError
 from hotset.policy.window import RunningWindow, epoch_order

@@ -30,7 +30,7 @@ from test_window import QUARTER, D, Gated, N, R, Reference, cursor_of, loader_ov
 from torch.utils.data.distributed import DistributedSampler
 
 import hotset
-from hotset.dataset.cached_dataset import current_of
+from hotset.dataset.dataset_proxy import current_of
 from hotset.errors import HotsetWarning
 from hotset.policy.window import RunningWindow
 

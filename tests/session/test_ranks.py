@@ -32,7 +32,7 @@ from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 import hotset
-from hotset.dataset.cached_dataset import current_of
+from hotset.dataset.dataset_proxy import current_of
 from hotset.session import catalog as registry
 from hotset.session import find_or_create, job
 from hotset.session.named_lock import LOCK_FILE

@@ -25,7 +25,7 @@ from stores import store_of
 
 import hotset
 from hotset import HotsetWarning
-from hotset.dataset.cached_dataset import current_of
+from hotset.dataset.dataset_proxy import current_of
 from hotset.errors import SessionError
 from hotset.session import server_quota as servers
 from hotset.session import sessions

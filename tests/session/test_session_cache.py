@@ -46,7 +46,7 @@ from torch.utils.data import DataLoader
 
 import hotset
 from hotset import HotsetWarning, Window
-from hotset.dataset.cached_dataset import current_of
+from hotset.dataset.dataset_proxy import current_of
 from hotset.errors import ArgumentError, NotCacheable, QuantityError, SegmentError, SessionError
 from hotset.loader import local_batches as local
 from hotset.loader import state

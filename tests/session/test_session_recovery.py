@@ -20,7 +20,7 @@ from stores import store_of
 
 import hotset
 from hotset import HotsetWarning
-from hotset.dataset.cached_dataset import current_of
+from hotset.dataset.dataset_proxy import current_of
 from hotset.session import catalog as registry
 from hotset.session import recovery, sessions
 from hotset.session import server_quota as servers

@@ -41,7 +41,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import hotset
 from hotset import HotsetWarning
-from hotset.dataset.cached_dataset import current_of
+from hotset.dataset.dataset_proxy import current_of
 from hotset.session import spill_dirs as spills
 from hotset.store import segment as segment_module
 from hotset.store.format import LINE, ON_DISK, PRESENT, RECORD, RECORD_HEADER, ROW_MASK, Live, Slot

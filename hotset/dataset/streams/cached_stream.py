@@ -19,17 +19,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import numpy as np
 from torch.utils.data import get_worker_info
 
 from hotset._progress import filling_bar
 from hotset._warnings import warn
 from hotset.dataset.arguments import CacheArguments
-from hotset.dataset.cached_dataset import current_of
 from hotset.dataset.current_cache import Make
 from hotset.dataset.dataset_proxy import DatasetProxy
 from hotset.dataset.fill_now import loader_of_items, require_worker_count
 from hotset.dataset.plan import Plan
+from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.stats import Stats, stats_of
 from hotset.dataset.streams.libraries import is_hugging_face
 from hotset.dataset.streams.passes import StreamPasses
@@ -80,13 +79,16 @@ class CachedStream(DatasetProxy[T]):
 
     @property
     def plan(self) -> Plan:
-        return replace(
-            self._hotset_passes.cached.plan, samples=len(self._hotset_passes.ids()) if self.recorded else 0
-        )
+        passes = self._hotset_passes
+        return replace(passes.access.plan, samples=len(passes.ids()) if self.recorded else 0)
 
     @property
     def recorded(self) -> bool:
-        return self._hotset_passes.state == "whole"
+        return self._hotset_passes.has_index()
+
+    @property
+    def _hotset_access(self) -> SampleAccess:
+        return self._hotset_passes.access
 
     def _hotset_follow(self) -> None:
         """Record anew if a transform or an attribute was set on the stream itself, or by a method."""
@@ -107,7 +109,7 @@ class CachedStream(DatasetProxy[T]):
     def _hotset_attribute_was_set(self, name: str) -> None:
         if get_worker_info() is not None:
             return
-        self._hotset_passes.cached.close()
+        self.close()
         try:
             CachedStream.__init__(self, self.dataset, self._hotset_arguments, self._hotset_make)
         except Exception as error:  # another attribute may be set that belongs to this one
@@ -117,12 +119,11 @@ class CachedStream(DatasetProxy[T]):
     # ---- samples -------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[T]:
-        indexed = self._hotset_passes.indexed()
-        if indexed is None:
+        if not self.recorded:
             yield from followed_passes(self).recording(0)
             self._hotset_passes.ended()
             return
-        for index in range(len(indexed[1])):
+        for index in range(len(self)):
             yield self[index]
 
     def __bool__(self) -> bool:
@@ -142,15 +143,12 @@ class CachedStream(DatasetProxy[T]):
         return len(self._hotset_passes.ids()) if self.recorded else self._hotset_passes.stated_length()
 
     def __getitem__(self, index: Any) -> T:
-        self._hotset_passes.require_index("index")
-        return self._hotset_passes.sample(index)  # type: ignore[no-any-return]
+        return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[Any]) -> list[T]:
         """The samples of a batch, as torch's DataLoader calls it."""
         self._hotset_passes.require_index("index")
-        return self._hotset_passes.cached.__getitems__(
-            self._hotset_passes.ids()[np.asarray(indices, np.int64)].tolist()
-        )
+        return self._hotset_passes.samples(indices)
 
     # ---- the rest ------------------------------------------------------------------------------------
 
@@ -184,7 +182,7 @@ class CachedStream(DatasetProxy[T]):
             return
         recording = followed_passes(self).recording(num_workers, 64)
         recording.silent = True
-        store = current_of(self._hotset_passes.cached).store
+        store = self._hotset_access.store
         number = 0
         with filling_bar(self._hotset_passes.name, None, progress) as show:
             for number, _ in enumerate(loader_of_items(recording, num_workers), 1):
@@ -202,12 +200,12 @@ class CachedStream(DatasetProxy[T]):
         """
         parts = self._hotset_passes.parts()
         if parts is None:
-            return replace(self._hotset_passes.cached.stats(), uncached=0)  # how many it gave is not known
+            return replace(self._hotset_access.stats(), uncached=0)  # how many it gave is not known
         return stats_of(parts.store, int(parts.given.sum()), None, {})
 
     def check(self) -> list[str]:
         """Verify every record. Returns a sentence for each problem, or an empty list."""
-        return self._hotset_passes.cached.check()
+        return self._hotset_access.check()
 
     def clear(self) -> None:
         """Drop every recorded sample, in all processes. The next pass records the stream anew.
@@ -215,7 +213,7 @@ class CachedStream(DatasetProxy[T]):
         Raises:
             SegmentError: another process went on writing samples for five seconds.
         """
-        self._hotset_passes.cached.clear()
+        self._hotset_access.clear()
 
     def set_epoch(self, epoch: int) -> None:
         """Announce the epoch that begins; calls the stream's ``set_epoch`` as well, if it has one.
@@ -234,7 +232,7 @@ class CachedStream(DatasetProxy[T]):
 
     def close(self) -> None:
         """Detach from the cache; the stream then comes as it is. Existing batches stay valid."""
-        self._hotset_passes.cached.close()
+        self._hotset_access.close()
 
 
 # ---- for loaders -------------------------------------------------------------------------------------------

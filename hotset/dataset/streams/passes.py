@@ -19,16 +19,17 @@ from __future__ import annotations
 import contextlib
 import operator
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from hotset._warnings import Warner, warn
 from hotset.dataset.arguments import CacheArguments
-from hotset.dataset.cached_dataset import CachedDataset, current_of
 from hotset.dataset.content_watch import Comparing
 from hotset.dataset.current_cache import Make
 from hotset.dataset.held_attributes import Difference, HeldAttributes
+from hotset.dataset.pipeline import SampleStopped, stopped
 from hotset.dataset.streams.libraries import may_reorder
 from hotset.dataset.streams.probe import StreamFacts
 from hotset.dataset.streams.recording import StreamRecording, StreamRest
@@ -59,7 +60,7 @@ class StreamPasses:
         make: plans and makes the cache.
 
     Attributes:
-        cached: the cache of the recorded samples, by sample id.
+        access: reads the recorded samples, by sample id.
         name: of the stream's class.
         by_epoch: whether another epoch gives other samples.
         epoch: the last one that was announced.
@@ -69,7 +70,7 @@ class StreamPasses:
     def __init__(self, stream: Any, arguments: CacheArguments, make: Make) -> None:
         self._stream = stream
         self._source = StreamSource(stream)
-        self.cached: CachedDataset[Any] = CachedDataset(self._source, arguments, make)
+        self.access = make(self._source, arguments, False)
         self._source.divided(1, 1)  # it is planned
         self.name = self._source.name
         self.by_epoch = self._source.by_epoch
@@ -83,7 +84,7 @@ class StreamPasses:
 
     def parts(self) -> StreamParts | None:
         """How far the stream is recorded; None without a store."""
-        store = current_of(self.cached).store
+        store = self.access.store
         return StreamParts(store) if store is not None else None
 
     @property
@@ -104,14 +105,10 @@ class StreamPasses:
             self._source.divided(parts.count, parts.division[1])
         return self._known[1]
 
-    def indexed(self, *, in_part: bool = False) -> tuple[CachedDataset[Any], Ids] | None:
-        """The cache, and the ids of the samples in it; None if not all are recorded.
-
-        Args:
-            in_part: also give what there is if all has been read, but not all could be recorded.
-        """
+    def has_index(self, *, in_part: bool = False) -> bool:
+        """Whether all samples are recorded, or ``in_part``: all were read, but not all could be recorded."""
         state = self.state
-        return (self.cached, self.ids()) if state == "whole" or (in_part and state == "in part") else None
+        return state == "whole" or (in_part and state == "in part")
 
     @property
     def batch_size(self) -> int:
@@ -159,7 +156,7 @@ class StreamPasses:
         if parts is not None and rest is None and not replay and self._begin(parts, ranks, max(workers, 1)):
             number, division = parts.new_pass(), (ranks, max(workers, 1))
         return StreamRecording(
-            self._stream, self.cached, rank, number, rest=rest, group=group, division=division
+            self._stream, self.access, rank, number, rest=rest, group=group, division=division
         )
 
     def _begin(self, parts: StreamParts, ranks: int, workers: int) -> bool:
@@ -317,9 +314,13 @@ class StreamPasses:
                 "stream again; let each rank read all of its part once."
             )
 
-    def sample(self, index: Any) -> Any:
-        """A sample by its number among the recorded ones, also if these are not all."""
-        return self.cached[self.ids()[operator.index(index)].item()]
+    def samples(self, indices: Sequence[Any]) -> list[Any]:
+        """Samples by their numbers among the recorded ones, also if these are not all."""
+        ids = self.ids()[[operator.index(index) for index in indices]]
+        try:
+            return self.access.source.finish_batch(self.access.records(ids))
+        except SampleStopped as error:
+            raise stopped(error) from None
 
     def require_index(self, what: str) -> None:
         """Refuse what only a recorded stream has.
@@ -342,6 +343,11 @@ class StreamPasses:
             f"{name} has no {what} before it was read once; read it to its end with hotset.DataLoader, or "
             "call fill()."
         )
+
+    def __del__(self, suppress: type[contextlib.suppress] = contextlib.suppress) -> None:
+        # At interpreter exit anything may be gone already, this module's imports included.
+        with suppress(Exception):
+            self.access.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_known": None, "_held": None}

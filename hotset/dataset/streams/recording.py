@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from hotset.dataset.cached_dataset import CachedDataset, current_of
 from hotset.dataset.pipeline import Source
+from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.streams.libraries import is_node, run
 from hotset.dataset.streams.probe import StreamFacts, held_by_run
 from hotset.determinism.draws import entropy
@@ -83,7 +83,7 @@ class StreamRecording(IterableDataset[Any]):
 
     Args:
         dataset: the user's stream; also what ``get_worker_info().dataset`` is in a worker.
-        cached: the cache.
+        access: reads recorded samples, and has their store.
         rank: the number of this process on this machine.
         number: what :meth:`StreamParts.new_pass` returned for this pass; 0 to record nothing.
         rest: the samples to give; None for all.
@@ -97,7 +97,7 @@ class StreamRecording(IterableDataset[Any]):
     def __init__(
         self,
         dataset: Any,
-        cached: CachedDataset[Any],
+        access: SampleAccess,
         rank: int,
         number: int,
         *,
@@ -107,7 +107,7 @@ class StreamRecording(IterableDataset[Any]):
     ) -> None:
         self.dataset = dataset
         self.silent = False
-        self._cached = cached
+        self._access = access
         self._rank = rank
         self._number = number
         self._rest = rest
@@ -119,8 +119,7 @@ class StreamRecording(IterableDataset[Any]):
         worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         if info is not None and info.dataset is self:  # the stream must find itself there
             object.__setattr__(info, "dataset", self.dataset)
-        now = current_of(self._cached)
-        source, store = now.source, now.store
+        source, store = self._access.source, self._access.store
         samples = _only_once(self.dataset, worker)
         passed = self._rest.kept[worker] if self._rest is not None else 0
         if store is None or not (self._number or passed):
