@@ -726,6 +726,7 @@ def test_what_globals_hold_at_any_depth_is_put_back(audited: bool, monkeypatch: 
 
 
 COLLECTED: list[int] = []
+SHELF_OF_LISTS = {"collected": COLLECTED}
 COUNTS: dict[str, int] = {}
 LATEST = 0
 
@@ -743,7 +744,7 @@ class Reports(Dataset[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:
         COUNTS["read"] = COUNTS.get("read", 0) + 1
         time.sleep(0.002)
-        return torch.tensor(index + 0 * (len(COLLECTED) + LATEST + Progress.steps))
+        return torch.tensor(index + 0 * (len(SHELF_OF_LISTS["collected"]) + LATEST + Progress.steps))
 
 
 def _collect(number: int) -> None:

@@ -4,6 +4,9 @@ Many datasets make a generator when they first need it: ``if self.rng is None: s
 that makes one and draws from it leaves a state behind, and the one in which the generator began cannot be
 known. So the objects get back what they had: None, or nothing, and with it what else they had noted of that
 (``self.is_ready = False``). Only values of simple types are kept, so that nothing large stays alive.
+
+That is noted with every few samples that are read. So :mod:`hotset.determinism.objects.names` does not do it:
+it keeps all values, and looks at what they hold, for readings that are rare.
 """
 
 from __future__ import annotations

@@ -314,6 +314,9 @@ def attributes(obj: object) -> dict[str, Any]:
     The dict is new, its values are the object's own; it is empty if ``obj`` has no attributes. What hotset
     keeps in the user's objects, or for them, is left out: attributes whose names begin with ``_hotset``.
 
+    They are the object's own, and of a class what the class holds. For a weak proxy there are none, whereas
+    :func:`~hotset.determinism.objects.safe_access.attributes_of` returns those of what it stands for.
+
     Example:
         >>> attributes(types.SimpleNamespace(size=3))
         {'size': 3}
