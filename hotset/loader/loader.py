@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import inspect
 import multiprocessing
+import operator
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -124,6 +125,7 @@ class DataLoader(TorchDataLoader[T]):
     _into_blocks: BlockCollate | None = None
     _recorded: RecordedOrder | None = None
     _recorder: TorchDataLoader[Any] | None = None  # over a stream that is read first
+    _read_by: tuple[Any, Any] | None = None  # what the last pass over a stream was made of
     _in_stream_order: bool = False  # whether such a pass is repeated, to resume it
 
     if not TYPE_CHECKING:  # the arguments are torch's
@@ -311,8 +313,7 @@ class DataLoader(TorchDataLoader[T]):
     def _go_on(self, saved: SavedState) -> Any:
         """The rest of a saved pass."""
         # Running workers have made draws that are not in the state, and may still write to their blocks.
-        self._inner = self._iterator = self._buffers = None
-        self._workers_begun = False
+        self._end_workers()
         live = self._live_generators() if self.num_workers == 0 else None
         beginning = Beginning(self, live)
         if saved.same_rank:
@@ -347,6 +348,11 @@ class DataLoader(TorchDataLoader[T]):
         if saved.under_way and saved.same_loader and live is not None:
             saved.restore_live(live)
         return batches
+
+    def _end_workers(self) -> None:
+        """Have the next pass start workers anew; none of those that end gets, or still writes to, a block."""
+        self._inner = self._iterator = self._recorder = self._buffers = None
+        self._workers_begun = False
 
     def _header(self) -> dict[str, Any]:
         windows = [window.state() for window in self._windows()]
@@ -411,16 +417,19 @@ class DataLoader(TorchDataLoader[T]):
         stream = self._stream
         if stream is None:
             return
-        followed_passes(stream).wait_for_ranks()
+        passes = followed_passes(stream)
+        passes.wait_for_ranks()
         self._in_stream_order = saved is not None and saved.under_way and _is_of_stream(saved.state)
         sampler = self.sampler
         if isinstance(sampler, StreamSampler) and (saved is None or not saved.under_way):
             sampler.begin_pass()
         route = self._route()
         warn_of_order(stream, sampler, self.batch_size, is_read=route is not None)
-        if route is not None and self._recorder is not None:
-            self._recorder = None  # ends its workers
-            self._workers_begun = False
+        # Persistent workers have it as it was recorded, or was not, when they began.
+        read_by = passes, passes.ids() if route is not None else None
+        if self._read_by is not None and any(map(operator.is_not, read_by, self._read_by)):
+            self._end_workers()
+        self._read_by = read_by
 
     def _torch_iterator(self) -> Any:
         """torch's own iterator over the dataset, or over a stream that is recorded as it goes by."""

@@ -809,6 +809,20 @@ def test_a_pass_over_recorded_samples_ends_with_an_error_once_an_attribute_was_s
         assert values(loader) == [1000 + number for number in range(N)]
 
 
+@pytest.mark.parametrize("was_read", [False, True])
+def test_persistent_workers_are_started_anew_once_an_attribute_was_set(was_read: bool) -> None:
+    with hotset.cache(Marked(N), memory="10MiB") as cached:
+        loader = hotset.DataLoader(cached, batch_size=8, num_workers=1, persistent_workers=True)
+        loader.collate_fn = list  # also recorded samples are read by workers
+        for _ in range(2 if was_read else 0):
+            assert [number for batch in loader for _, number in batch] == list(range(N))
+        next(iter(loader))
+        cached.mark = 1000
+        for _ in range(3):
+            assert [number - 1000 for batch in loader for _, number in batch] == list(range(N))
+        assert cached.recorded
+
+
 def test_a_stream_is_not_recorded_anew_after_what_no_sample_depends_on_was_set() -> None:
     class Logged(Marked):
         """It counts its samples, and notes what nothing reads."""
