@@ -190,25 +190,19 @@ class Cuts(NamedTuple):
     @property
     def where(self) -> list[Any]:
         """The fields that decide what a cached sample contains, as JSON types."""
-        counts, paths, given, _, for_each, _ = self.to_json()
-        return [counts, paths, given, *filter(None, [for_each])]
-
-    def to_json(self) -> list[Any]:
-        """All fields, as JSON types: of the own chains field by field."""
-        counts, paths, keywords, in_place, for_each = ([each[n] for each in self.own] for n in range(5))
-        numbers = [number for number, is_so in enumerate(for_each) if is_so]
-        return [counts, paths, self.given, in_place, numbers, keywords]
+        return [[[each.cached, each.paths, each.for_each] for each in self.own], self.given]
 
     @classmethod
     def from_json(cls, value: Any) -> Cuts:
-        """The inverse of :meth:`to_json`; JSON has made lists of all tuples."""
-        counts, paths, given, in_place, numbers, keywords = value
-        found = enumerate(zip(counts, paths, keywords, in_place, strict=True))
-        own = (
-            ChainCut(count, tuple(map(tuple, where)), tuple(names), copies, number in numbers)
-            for number, (count, where, names, copies) in found
+        """Those that JSON has made lists of."""
+        own, given = value
+        return cls(
+            tuple(
+                ChainCut(cached, tuple(map(tuple, paths)), tuple(keywords), in_place, for_each)
+                for cached, paths, keywords, in_place, for_each in own
+            ),
+            given,
         )
-        return cls(tuple(own), given)
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ class Plan:
             "job": this_job().offers,
             "pid": os.getpid(),
             "memory": memory,
-            "cuts": cuts.to_json(),
+            "cuts": cuts,
             "name": self.name,
             "rows": self.rows,
             "window": self.window,
