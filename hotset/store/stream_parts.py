@@ -23,7 +23,8 @@ slot::
 
 A pass by another number of ranks or workers divides the samples otherwise, so it has to clear the store. An
 earlier pass may go on meanwhile, and the numbers of its parts are those of other parts then. So a row is
-changed only under the short lock, under which a store is cleared too, and only by the pass that it names.
+changed only under the short lock, under which a store is cleared too, and only by the pass that it names:
+:class:`StreamPart` is a row as one pass changes it, :class:`StreamParts` are all rows.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from hotset.store.format import SLOTS, Live, Slot
 from hotset.store.segment import Words
 from hotset.store.store import Store
 
-__all__ = ["DREW", "NO_ROOM", "OTHER_KIND", "StreamParts", "StreamState"]
+__all__ = ["DREW", "NO_ROOM", "OTHER_KIND", "StreamPart", "StreamParts", "StreamState"]
 
 # Why a part is recorded no further: no room; reading drew random numbers; a sample that no record can hold.
 NO_ROOM, DREW, OTHER_KIND = 1, 2, 3
@@ -49,7 +50,7 @@ _MOST_WORKERS = (1 << _WORKERS) - 1
 
 
 class StreamParts:
-    """The parts of the stream that a store records, as this process sees them."""
+    """All parts of the stream that a store records, as this process sees them."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -87,10 +88,6 @@ class StreamParts:
 
     def _column(self, word: int) -> Words:
         return self._rows[: self.count, word].copy()
-
-    def kept_of(self, part: int) -> int:
-        """How many of this part's first samples are recorded; of a part that there is not, anything."""
-        return int(self._rows[part, Slot.PART_KEPT])
 
     @property
     def state(self) -> StreamState:
@@ -152,39 +149,6 @@ class StreamParts:
         slot = self.store.participant.slot
         return (slot + 1) << _PASS_BITS | secrets.randbits(_PASS_BITS) if slot >= 0 else 0
 
-    def own(self, part: int, number: int, generation: int) -> bool:
-        """Become the process that records this part, in this pass; False if another program records it.
-
-        A pass of the same program gives way: it may be one that was broken off, and whose workers are still
-        there because a traceback refers to it. ``number`` is the pass's. It is False too in another clear
-        generation than the given one, in which the part would be another one.
-        """
-        claims, row = self.store.filler.claims, self._rows[part]
-        mine = claims.word
-        with self.store.participant.short_lock() as held:
-            owner, before = int(row[Slot.PART_OWNER]), int(row[Slot.PART_PASS])
-            theirs = owner not in (0, mine) and before >> _PASS_BITS != number >> _PASS_BITS
-            if not held or mine < 0 or (theirs and claims.is_open(owner)):
-                return False
-            if self.store.clear_generation() != generation:
-                return False
-            row[Slot.PART_OWNER], row[Slot.PART_PASS] = mine, number
-            row[Slot.PART_ENDED] &= 1  # there may be room now
-        return True
-
-    def owns(self, part: int, number: int) -> bool:
-        """Whether this pass still records this part."""
-        return int(self._rows[part, Slot.PART_PASS]) == number
-
-    def disown(self, part: int, number: int) -> None:
-        """Let others record this part.
-
-        Without the lock, as a run of a stream that is collected calls this, perhaps while its thread has the
-        lock. If a later pass takes over just then, other programs may record the part instead of that one.
-        """
-        if self.owns(part, number):
-            self._rows[part, Slot.PART_OWNER] = 0
-
     @property
     def is_alone(self) -> bool:
         """Whether only one rank records into this store: see :meth:`go_alone`."""
@@ -201,16 +165,6 @@ class StreamParts:
             self._live[Live.STREAM_ALONE] = 1
         return True
 
-    def note(self, part: int, number: int, kept: int) -> bool:
-        """Note that so many of a part's first samples are recorded; False if this pass does not record it."""
-        row = self._rows[part]
-        with self.store.participant.short_lock() as held:
-            if not held or not self.owns(part, number):
-                return False
-            row[Slot.PART_GIVEN] = max(int(row[Slot.PART_GIVEN]), kept)
-            row[Slot.PART_KEPT] = max(int(row[Slot.PART_KEPT]), kept)
-        return True
-
     def use(self, count: int) -> None:
         """Note that sample ids below this number are in use; before one of them is stored."""
         store = self.store
@@ -220,26 +174,9 @@ class StreamParts:
                     live = tier.segment.live
                     live[Live.STREAM_IDS] = max(int(live[Live.STREAM_IDS]), count)
 
-    def stop(self, part: int, number: int, why: int) -> None:
-        """Note why this part is recorded no further, if this pass records it."""
-        with self.store.participant.short_lock() as held:
-            if held and self.owns(part, number):
-                self._rows[part, Slot.PART_ENDED] |= why << 1
-
     def reasons(self) -> set[int]:
         """Why parts are recorded no further: constants of this module."""
         return set((self._column(Slot.PART_ENDED) >> 1).tolist()) - {0}
-
-    def end(self, part: int, number: int, count: int) -> None:
-        """Note that this part has ended after so many samples, if this pass records it."""
-        row = self._rows[part]
-        with self.store.participant.short_lock() as held:
-            if not held or not self.owns(part, number):
-                return
-            if count < int(row[Slot.PART_GIVEN]):
-                self._live[Live.STREAM_DIFFERS] = 1
-            row[Slot.PART_GIVEN] = count
-            row[Slot.PART_ENDED] |= 1
 
     def note_other(self, generation: int) -> None:
         """Note that a pass gave other samples than were recorded: nothing recorded is used any more.
@@ -249,3 +186,85 @@ class StreamParts:
         with self.store.participant.short_lock():
             if self.store.clear_generation() == generation:
                 self._live[Live.STREAM_DIFFERS] = 1
+
+
+class StreamPart:
+    """One part, as one pass records it.
+
+    A pass of the same program that begins later takes over: then nothing is noted for this one any more.
+
+    Args:
+        number: of the part.
+        of_pass: the pass, by :meth:`StreamParts.new_pass`.
+    """
+
+    def __init__(self, store: Store, number: int, of_pass: int) -> None:
+        self.number = number
+        self._store, self._pass = store, of_pass
+        self._row: Words = store.segment.slots[number]
+
+    @property
+    def kept(self) -> int:
+        """How many of its first samples are recorded; of a part that there is not, anything."""
+        return int(self._row[Slot.PART_KEPT])
+
+    def own(self, generation: int) -> bool:
+        """Have this process record it, in this pass; False if another program records it.
+
+        A pass of the same program gives way: it may be one that was broken off, and whose workers are still
+        there because a traceback refers to it. It is False too in another clear generation than the given
+        one, in which the part would be another one.
+        """
+        claims, row = self._store.filler.claims, self._row
+        mine = claims.word
+        with self._store.participant.short_lock() as held:
+            owner, before = int(row[Slot.PART_OWNER]), int(row[Slot.PART_PASS])
+            theirs = owner not in (0, mine) and before >> _PASS_BITS != self._pass >> _PASS_BITS
+            if not held or mine < 0 or (theirs and claims.is_open(owner)):
+                return False
+            if self._store.clear_generation() != generation:
+                return False
+            row[Slot.PART_OWNER], row[Slot.PART_PASS] = mine, self._pass
+            row[Slot.PART_ENDED] &= 1  # there may be room now
+        return True
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this pass still records it."""
+        return int(self._row[Slot.PART_PASS]) == self._pass
+
+    def disown(self) -> None:
+        """Let others record it.
+
+        Without the lock, as a run of a stream that is collected calls this, perhaps while its thread has the
+        lock. If a later pass takes over just then, other programs may record the part instead of that one.
+        """
+        if self.is_own:
+            self._row[Slot.PART_OWNER] = 0
+
+    def note(self, kept: int) -> bool:
+        """Note that so many of its first samples are recorded; False if this pass does not record it."""
+        row = self._row
+        with self._store.participant.short_lock() as held:
+            if not held or not self.is_own:
+                return False
+            row[Slot.PART_GIVEN] = max(int(row[Slot.PART_GIVEN]), kept)
+            row[Slot.PART_KEPT] = max(int(row[Slot.PART_KEPT]), kept)
+        return True
+
+    def stop(self, why: int) -> None:
+        """Note why it is recorded no further."""
+        with self._store.participant.short_lock() as held:
+            if held and self.is_own:
+                self._row[Slot.PART_ENDED] |= why << 1
+
+    def end(self, count: int) -> None:
+        """Note that it has ended after so many samples."""
+        row = self._row
+        with self._store.participant.short_lock() as held:
+            if not held or not self.is_own:
+                return
+            if count < int(row[Slot.PART_GIVEN]):
+                self._store.segment.live[Live.STREAM_DIFFERS] = 1
+            row[Slot.PART_GIVEN] = count
+            row[Slot.PART_ENDED] |= 1

@@ -46,7 +46,7 @@ from torch.utils.data import (
 import hotset
 from hotset.store.claims import Claims
 from hotset.store.store import Store
-from hotset.store.stream_parts import NO_ROOM, StreamParts
+from hotset.store.stream_parts import NO_ROOM, StreamPart, StreamParts
 
 N = 60
 
@@ -361,7 +361,7 @@ class TestFirstPass:
         self, monkeypatch: pytest.MonkeyPatch, step: str, size: int
     ) -> None:
         """The later one begins, and records some samples, just before the earlier one takes this step."""
-        kind = Store if step == "insert" else StreamParts
+        kind = Store if step == "insert" else StreamPart
         with hotset.cache(Numbers(N), memory="10MiB") as stream:
             before, later = getattr(kind, step), hotset.DataLoader(stream, batch_size=4, num_workers=2)
             rest: list[Iterator[Any]] = []
@@ -1348,14 +1348,15 @@ def test_an_interrupt_leaves_no_lock_taken(step: str) -> None:
         assert parts.divide(1, 1)
         number, generation = parts.new_pass(), store.clear_generation()
         assert generation is not None
-        assert parts.own(0, number, generation)
+        part = StreamPart(store, 0, number)
+        assert part.own(generation)
         counts = itertools.count()
         steps: dict[str, Callable[[], object]] = {
-            "own": lambda: parts.own(0, number, generation),
-            "note": lambda: parts.note(0, number, 3),
-            "stop": lambda: parts.stop(0, number, NO_ROOM),
+            "own": lambda: part.own(generation),
+            "note": lambda: part.note(3),
+            "stop": lambda: part.stop(NO_ROOM),
             "use": lambda: parts.use(next(counts)),
-            "end": lambda: parts.end(0, number, 3),
+            "end": lambda: part.end(3),
         }
         for _ in interrupted_everywhere(steps[step]):
             with other.participant.short_lock() as held:

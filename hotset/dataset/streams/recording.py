@@ -28,7 +28,7 @@ from hotset.determinism.equality import differs
 from hotset.store.format import PRESENT, Slot
 from hotset.store.locks import Pauses
 from hotset.store.store import Store
-from hotset.store.stream_parts import DREW, NO_ROOM, OTHER_KIND, StreamParts
+from hotset.store.stream_parts import DREW, NO_ROOM, OTHER_KIND, StreamPart, StreamParts
 
 __all__ = ["StreamRecording", "StreamRest"]
 
@@ -139,7 +139,7 @@ class StreamRecording(IterableDataset[Any]):
                 recorder.resume()
             recorder.end()
         finally:
-            recorder.parts.disown(part, self._number)
+            recorder.part.disown()
 
 
 def _only_once(stream: Any, worker: int) -> Iterator[Any]:
@@ -212,7 +212,7 @@ class _PartRecorder:
             may have divided the stream anew since this one was begun: then the number means another part now.
 
     Attributes:
-        parts: how far all parts are recorded.
+        part: how far this one is recorded.
         draws: tells whether reading draws random numbers.
         records: whether to record: not if another process records this part, nor beyond what can be kept.
     """
@@ -227,20 +227,18 @@ class _PartRecorder:
         group: int,
         division: tuple[int, int],
     ) -> None:
-        self.parts = StreamParts(store)
-        self.part = part
+        self._parts = StreamParts(store)
+        self.part = StreamPart(store, part, number)
         # Read in this order: a process that divides the stream anew clears the store before that.
         generation = store.clear_generation()
-        self._generation = generation if self.parts.division == division else None  # None: uses no record
-        self.records = (
-            self._generation is not None and number > 0 and self.parts.own(part, number, self._generation)
-        )
+        self._generation = generation if self._parts.division == division else None  # None: uses no record
+        self.records = self._generation is not None and number > 0 and self.part.own(self._generation)
         self._number = number
         self._store = store
         self._group = group
         self._held: list[Any] = []
         # Not by the number of parts: a process that divides the stream anew has none for a moment.
-        self._kept = self.parts.kept_of(part) if self._generation is not None else 0
+        self._kept = self.part.kept if self._generation is not None else 0
         self._position = 0
         self.draws = _Draws(StreamFacts.of(store), source, stream)
 
@@ -248,11 +246,6 @@ class _PartRecorder:
     def _is_current(self) -> bool:
         """Whether what is recorded has not been cleared since this run was begun."""
         return self._generation is not None and self._store.clear_generation() == self._generation
-
-    @property
-    def _owns(self) -> bool:
-        """Whether this pass still records this part."""
-        return self._is_current and self.parts.owns(self.part, self._number)
 
     def take(self, value: Any) -> None:
         """Take the next sample."""
@@ -277,7 +270,7 @@ class _PartRecorder:
     def flush(self) -> None:
         """Record the samples that were taken last."""
         held, self._held = self._held, []
-        self.records = self.records and self._owns
+        self.records = self.records and self._is_current and self.part.is_own
         if not held or not self.records:
             return
         if self.draws.any():
@@ -285,16 +278,16 @@ class _PartRecorder:
             return
         begin = time.perf_counter_ns()
         store, first = self._store, self._kept
-        ids = [self.parts.sample_id(self.part, first + number) for number in range(len(held))]
+        ids = [self._parts.sample_id(self.part.number, first + number) for number in range(len(held))]
         ids = [sample for sample in ids if sample < len(store)]
         if ids:
-            self.parts.use(ids[-1] + 1)
+            self._parts.use(ids[-1] + 1)
         mismatches = len(store.filler.mismatches)
         self._insert(dict(zip(ids, held, strict=False)))
         absent = np.flatnonzero(store.segment.index[np.array(ids, np.int64)] < PRESENT) if ids else [0]
         kept = int(absent[0]) if len(absent) else len(ids)
         self._kept = first + kept
-        self.records = self.parts.note(self.part, self._number, self._kept)
+        self.records = self.part.note(self._kept)
         if kept < len(held):
             self._stop(OTHER_KIND if len(store.filler.mismatches) > mismatches else NO_ROOM)
         row = store.participant.row
@@ -312,19 +305,19 @@ class _PartRecorder:
             pass
 
     def _stop(self, why: int) -> None:
-        self.parts.stop(self.part, self._number, why)
+        self.part.stop(why)
         self.records = False
 
     def _compare(self, position: int, value: Any) -> None:
         """Compare a recorded sample with what the stream gives now."""
         assert self._generation is not None  # or nothing would count as recorded
-        copies = self._store.read(np.array([self.parts.sample_id(self.part, position)]))
+        copies = self._store.read(np.array([self._parts.sample_id(self.part.number, position)]))
         if copies is not None and differs(copies[0], value, across=True) is not None:
-            self.parts.note_other(self._generation)
+            self._parts.note_other(self._generation)
             self.records = False
 
     def end(self) -> None:
         """Store what is left, and note that the part has ended."""
         self.flush()
         if self._number > 0:
-            self.parts.end(self.part, self._number, self._position)
+            self.part.end(self._position)
