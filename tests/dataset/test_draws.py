@@ -9,9 +9,11 @@ import random
 import secrets
 import tempfile
 import threading
+import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -451,6 +453,59 @@ def test_draws_of_another_thread_do_not_count_as_the_samples() -> None:
         assert drawn == [random.random() for _ in range(3)]
     finally:
         ended.set()
+        training.join()
+
+
+class Slow(Samples):
+    def __init__(self) -> None:
+        super().__init__(constant_row, LENGTH)
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.002)
+        return super().__getitem__(index)
+
+
+def test_threads_that_cache_at_once_do_not_take_what_planning_draws_for_samples_draws() -> None:
+    """To judge one dataset, planning sets generators to other states while the other one may be judged."""
+    both = threading.Barrier(2)
+
+    def cached_here(_: int) -> Any:
+        both.wait()
+        return hotset.cache(Slow(), memory="1MiB")
+
+    with ThreadPoolExecutor(2) as threads:
+        for cached in list(threads.map(cached_here, range(2))):
+            with cached:
+                assert not cached.plan.warnings
+                assert "no random number generator moved" in str(cached.plan)
+
+
+def test_a_thread_that_draws_while_a_dataset_is_judged_is_thought_of() -> None:
+    asked, drawn, ended = threading.Semaphore(0), threading.Semaphore(0), threading.Event()
+
+    class Beside(Samples):
+        """While a sample is read, another thread draws."""
+
+        def __getitem__(self, index: int) -> Any:
+            asked.release()
+            drawn.acquire()
+            return super().__getitem__(index)
+
+    def draw() -> None:
+        while asked.acquire() and not ended.is_set():
+            random.random()
+            drawn.release()
+
+    training = threading.Thread(target=draw)
+    training.start()
+    try:
+        with pytest.raises(
+            hotset.NotCacheable, match=r"If another thread has drawn, call hotset\.cache while"
+        ):
+            hotset.cache(Beside(constant_row, LENGTH), memory="1MiB")
+    finally:
+        ended.set()
+        asked.release()
         training.join()
 
 

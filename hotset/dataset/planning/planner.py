@@ -15,9 +15,12 @@ would not find their common cache. The rank that makes the cache stores its find
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -54,6 +57,8 @@ __all__ = ["PlanResult", "found_plan", "joined_plan", "make_plan"]
 
 _PROBED = 8
 _PROBE_SECONDS = 1.0
+_PATIENCE_SECONDS = 30.0
+_plans = threading.RLock()  # held by the thread that plans
 
 
 class PlanResult(NamedTuple):
@@ -123,6 +128,30 @@ def _joined_rows(steps: list[Any], rows: list[Row]) -> tuple[Row, ...]:
     return (*rows[:1], *kept, *(Row(v.name, v.kind, v.evidence, None, None, False) for v in found))
 
 
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """No other thread of this process plans meanwhile: it sets the states of generators that all share.
+
+    It waits for half a minute at most: what another one reads may itself wait for this thread.
+    """
+    lock = _plans
+    is_held = lock.acquire(timeout=_PATIENCE_SECONDS)
+    try:
+        yield
+    finally:
+        if is_held:
+            lock.release()
+
+
+def _after_fork_in_child() -> None:
+    global _plans
+    _plans = threading.RLock()  # the thread that held it is gone
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+@_one_at_a_time()
 def make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) -> PlanResult:
     """Read a few samples and decide.
 

@@ -13,6 +13,7 @@ from hotset.dataset.pipeline import Source
 from hotset.dataset.transform_attributes import transform_attributes_of
 from hotset.dataset.wrapped_datasets import datasets_in
 from hotset.determinism.declare import declaration_of, declared
+from hotset.determinism.draws.draw_watch import others_run
 from hotset.determinism.draws.probe import Probe, probe
 from hotset.determinism.draws.rng import Generators
 from hotset.determinism.equality import content_digests, differs
@@ -118,6 +119,7 @@ def _judge(dataset: Any, source: Source, probed: Probe) -> tuple[list[str], bool
             "readings were alike. If samples depend on what is drawn, move that part to transform=[...]; if "
             "none does (it seeds the generator, or throws away what it draws), declare it: "
             f"{declaration_of(dataset)}."
+            + (" If another thread has drawn, call hotset.cache while none does." if others_run() else "")
         )
     raise NotCacheable(
         f"{kind} returns another sample each time ({'; '.join(seen)}), and a cache would repeat one draw in "

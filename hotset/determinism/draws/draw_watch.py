@@ -41,7 +41,7 @@ from hotset.determinism.objects.code_dependencies import package_of
 from hotset.determinism.objects.near_attributes import Changed, NearAttributes, put_back
 from hotset.determinism.objects.safe_access import attributes_of
 
-__all__ = ["DrawWatch"]
+__all__ = ["DrawWatch", "others_run"]
 
 _COMPARED, _LATER = 32, 128  # the first readings with entropy are compared, later each so many-th
 _REPEATS = 2  # further readings, to tell a sample that draws from a thread that drew at the same time
@@ -114,7 +114,7 @@ class DrawWatch:
         self, drew: bool, took_entropy: bool, read: object, read_again: Callable[[], object] | None
     ) -> bool:
         """As :meth:`drew`, where a generator has moved or entropy was taken."""
-        began, others, made = self._generators.noted(), drew and _others_run(), self._made
+        began, others, made = self._generators.noted(), drew and others_run(), self._made
         if (others or made) and read_again is not None:
             drew = self._draws_again(read, read_again)
         if not drew and took_entropy:
@@ -183,7 +183,7 @@ class DrawWatch:
         return {"_holders": self._holders}
 
 
-def _others_run() -> bool:
+def others_run() -> bool:
     """Whether another thread runs that may draw, or read the dataset."""
     here = threading.current_thread()
     return any(
