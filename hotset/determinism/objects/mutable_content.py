@@ -19,6 +19,7 @@ texts, containers and small arrays: pickle writes them 20 times as fast as Pytho
 
 from __future__ import annotations
 
+import array
 import ctypes
 import io
 import operator
@@ -152,12 +153,12 @@ def is_copy(copy: Copy, value: Any) -> bool:
 
 def is_shared(value: Any) -> bool:
     """Whether running workers see what is written into it, and may write to it."""
-    while issubclass(type(value), np.ndarray):
-        value = value.base  # at last None, if the array has its memory for itself
+    while issubclass(type(value), (np.ndarray, memoryview)):  # at last None, if an array has its own memory
+        value = value.obj if issubclass(type(value), memoryview) else value.base
     if issubclass(type(value), torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return bool(value.is_shared())
-    own = (type(None), bytes, bytearray, *_CONTAINERS)
+    own = (type(None), bytes, bytearray, array.array, *_CONTAINERS)
     return not (issubclass(type(value), own) or _is_table(value))
 
 
