@@ -124,7 +124,7 @@ class CachedDataset(DatasetProxy[T]):
     def __len__(self) -> int:
         cache = self._hotset_cache
         # Samplers ask for the length as a pass begins.
-        return (cache.at_use(in_pass=True) if cache.in_pass else cache.as_pass_begins()).plan.used
+        return (cache.at_use() if cache.in_pass else cache.as_pass_begins()).plan.used
 
     def __getitem__(self, index: Any) -> Any:
         try:

@@ -91,9 +91,13 @@ class CurrentCache:
 
     # ---- when changes are asked for ------------------------------------------------------------------
 
-    def at_use(self, *, in_pass: bool = False) -> SampleAccess:
-        """What samples are read by, at a use of the cached dataset."""
-        change = self.changes.at_use(in_pass=in_pass)
+    def at_use(self, *, in_pass: bool | None = None) -> SampleAccess:
+        """What samples are read by, at a use of the cached dataset.
+
+        Args:
+            in_pass: whether it is one in mid-pass, for which what a method sets waits; None to find out.
+        """
+        change = self.changes.at_use(in_pass=self.in_pass if in_pass is None else in_pass)
         if change is not None:
             self._follow(change)
         return self.access
@@ -105,7 +109,7 @@ class CurrentCache:
             if fetcher is not None and fetcher not in self._fetchers:
                 self._fetchers.add(fetcher)
                 return self.as_pass_begins()
-        return self.at_use()
+        return self.at_use(in_pass=False)  # a pass that was broken off may live on in a variable
 
     def as_pass_begins(self) -> SampleAccess:
         """The same as a pass begins."""

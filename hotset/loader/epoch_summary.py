@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from hotset.dataset.dataset_proxy import current_of
+from hotset.dataset.sample_access import SampleAccess
 from hotset.errors import ArgumentError
 from hotset.units import format_bytes, format_seconds
 
@@ -49,12 +50,17 @@ class EpochSummary:
         self._seconds: float | None = None
         self._hit_rate: float | None = None
 
+    @property
+    def _currents(self) -> list[SampleAccess]:
+        """What samples are read by now, asked past the caches: that would follow what a method has set."""
+        return [current_of(cached) for cached in self._caches]
+
     def _served(self) -> tuple[int, int]:
-        served = [current_of(cached).served() for cached in self._caches]
+        served = [each.served() for each in self._currents]
         return sum(hits for hits, _ in served), sum(misses for _, misses in served)
 
     def _stored(self) -> int:
-        return sum(current_of(cached).stored() for cached in self._caches)
+        return sum(each.stored() for each in self._currents)
 
     @property
     def seconds(self) -> float:
@@ -87,22 +93,22 @@ class EpochSummary:
             self._tell()
             self._seconds = time.perf_counter() - self._begin
             _log.info("%s", self)
-            for cached in self._caches:
-                current_of(cached).warn_of_draws()
+            for each in self._currents:
+                each.warn_of_draws()
 
     def _tell(self) -> None:
         """Add the waiting to a counter that other processes read; not for each batch: that would be slow."""
-        if self._caches:
-            current_of(self._caches[0]).count_waiting(self.waited - self._told)
+        for each in self._currents[:1]:
+            each.count_waiting(self.waited - self._told)
         self._told = self.waited
 
     def _tell_of_filling(self) -> None:
         """Log how far the caches are filled, if samples were stored since this was looked at last."""
         (since, before), self._filling = self._filling, (time.perf_counter(), self._stored())
         now, stored = self._filling
-        done = [cached.stats() for cached in self._caches]
+        done = [each.stats() for each in self._currents]
         cached, size = sum(each.cached for each in done), sum(each.bytes for each in done)
-        plans = [cached.plan for cached in self._caches]
+        plans = [each.plan for each in self._currents]
         aims = [round(plan.used * (1.0 - plan.refused if plan.spill else plan.fits)) for plan in plans]
         rate = (stored - before) / (now - since)
         if rate <= 0.0 or cached >= sum(aims):

@@ -315,6 +315,8 @@ def test_a_method_called_in_mid_pass_takes_effect_with_the_next_pass() -> None:
         next(batches)
         cached.set_scale(7)
         cached.labels()
+        assert cached.stats().cached == cached.plan.samples == N
+        assert cached.check() == []
         assert len(list(batches)) == 2
         with pytest.warns(hotset.HotsetWarning, match=r"WithMethods\.scale was set"):
             assert [float(pictures[1, 0]) for pictures, _ in loader] == [7 * value for value in first]

@@ -68,6 +68,29 @@ def test_a_line_every_half_minute_says_how_far_the_filling_is(
         assert not lines(caplog), "nothing is filled any more"
 
 
+class Enlarged(Reads):
+    scale = 1
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) * self.scale
+
+    def enlarge(self) -> None:
+        self.scale = 2
+
+
+@pytest.mark.filterwarnings("ignore:.*scale was set")
+def test_a_line_makes_no_plan_after_a_method_has_set_an_attribute_in_mid_pass(
+    clock: SlowClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hotset.cache(Enlarged(clock), memory="1MiB") as cached:
+        loader = hotset.DataLoader(cached, batch_size=8)
+        for number, _ in enumerate(loader):
+            if number == 1:
+                cached.enlarge()
+        assert len(lines(caplog)) == N // 8 - 1
+        assert [float(batch[0, 0]) for batch in loader] == [2.0 * index for index in range(0, N, 8)]
+
+
 def test_a_short_epoch_has_no_line(clock: SlowClock, caplog: pytest.LogCaptureFixture) -> None:
     with hotset.cache(Reads(clock), memory="1MiB", key="rows") as cached:
         for number, _ in enumerate(hotset.DataLoader(cached, batch_size=1)):
