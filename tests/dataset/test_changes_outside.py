@@ -6,6 +6,8 @@ Each change is made over the cached dataset and over one without a cache; what l
 from __future__ import annotations
 
 import argparse
+import ctypes
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -107,6 +109,10 @@ def _set_global(name: str, value: Any) -> Callable[[], None]:
     return lambda: globals().__setitem__(name, value)
 
 
+def _set_cells(function: Any, cells: Any) -> None:
+    ctypes.pythonapi.PyFunction_SetClosure(ctypes.py_object(function), ctypes.py_object(cells))
+
+
 CHANGES: dict[str, Callable[[], None]] = {
     "a number": _set_global("NUMBER", 5),
     "a function": _set_global("helper", other_helper),
@@ -123,6 +129,7 @@ CHANGES: dict[str, Callable[[], None]] = {
     # as IPython's autoreload sets them where a module was edited
     "the code of a function": _set(helper, "__code__", other_helper.__code__),
     "the code of a function in a chain": _set(gain, "__code__", other_helper.__code__),
+    "the cells of a function": lambda: _set_cells(added, (types.CellType(5), types.CellType({"all": 2}))),
     "a default of a function": _set(gain, "__defaults__", (4,)),
     "the code of a method": _set(Base._doubled, "__code__", (lambda self, value: 5 * value).__code__),
     "the reading method": _set(Outside, "__getitem__", lambda self, index: Base.shift + torch.ones(2)),
@@ -135,7 +142,9 @@ def _put_back() -> Iterator[None]:
     before = {name: globals()[name] for name in names}
     classes = {each: dict(vars(each)) for each in (Scale, Base, Outside)}
     functions = [(each, each.__code__, each.__defaults__) for each in (helper, gain, Base._doubled)]
+    cells = added.__closure__
     yield
+    _set_cells(added, cells)
     for each, code, defaults in functions:
         each.__code__, each.__defaults__ = code, defaults
     globals().update(before)

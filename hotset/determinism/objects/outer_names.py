@@ -63,12 +63,11 @@ def _title(function: types.FunctionType) -> str:
 
 def _closure(function: types.FunctionType) -> list[Any]:
     """The variables of enclosing functions that a function reads; nothing if there are none."""
-    cells = cells_of(function)
-    if not cells:
+    if not cells_of(function):
         return []
 
     def held() -> dict[str, Any]:
-        content = {name: content_of_cell(cell) for name, cell in cells.items()}
+        content = {name: content_of_cell(cell) for name, cell in cells_of(function).items()}
         return {name: value for name, value in content.items() if value is not UNSET}
 
     return [_titled(_title(function), held)]
