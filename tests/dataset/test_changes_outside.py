@@ -38,7 +38,10 @@ def other_helper(value: torch.Tensor) -> torch.Tensor:
 
 
 def gain(value: torch.Tensor, more: int = 0) -> torch.Tensor:
-    return value + GAIN["all"] + more
+    return value + GAIN["all"] + more + gain.offset  # type: ignore[attr-defined]
+
+
+gain.offset = 0  # type: ignore[attr-defined]
 
 
 def _enclosing(number: int) -> tuple[Callable[[Any], Any], Callable[[int], None], dict[str, int]]:
@@ -129,6 +132,7 @@ CHANGES: dict[str, Callable[[], None]] = {
     # as IPython's autoreload sets them where a module was edited
     "the code of a function": _set(helper, "__code__", other_helper.__code__),
     "the code of a function in a chain": _set(gain, "__code__", other_helper.__code__),
+    "an attribute of a function": _set(gain, "offset", 6),
     "the cells of a function": lambda: _set_cells(added, (types.CellType(5), types.CellType({"all": 2}))),
     "a default of a function": _set(gain, "__defaults__", (4,)),
     "the code of a method": _set(Base._doubled, "__code__", (lambda self, value: 5 * value).__code__),
@@ -151,6 +155,7 @@ def _put_back() -> Iterator[None]:
     OPTIONS.size, TABLE["gains"], GAIN["all"] = 1, [1, 2], 1
     KNOWN.clear()
     become(1)
+    gain.offset = 0  # type: ignore[attr-defined]
     enclosed_table["all"] = 1
     for each, attributes in classes.items():
         for name in vars(each).keys() - attributes.keys():

@@ -3,7 +3,8 @@
 ``settings.SIZE = 64`` and ``Augment.strength = 2`` change what code does without changing any object that a
 dataset holds, and so does a new value of an enclosing function's variable. Each module, class and closure of
 the user's is given as an object whose attributes are these names, as they stand for something now, so that
-they can be compared like attributes of a dataset.
+they can be compared like attributes of a dataset. So are the code, defaults and attributes of a function, and
+the class of an object: IPython's autoreload sets these, and leaves functions and objects in their places.
 
 A name that the code itself binds (``global count; count += 1``) is its own state, and does not count.
 """
@@ -44,13 +45,16 @@ def outer_names(code: Iterable[Any], objects: Iterable[Any]) -> list[Any]:
     shown = [_shown(str(names.get("__name__")), names, used) for names, used in found.values()]
     users = {base for each in kinds if not is_opaque(each) for base in each.__mro__ if is_users(base)}
     shown += [_shown(each.__name__, vars(each), named) for each in users]
-    shown += map(_function, functions.values())
+    shown += [_function(each, named) for each in functions.values()]
     return [*shown, *closures, *map(_class_of, objects)]
 
 
-def _function(function: types.FunctionType) -> Any:
-    names = ("__code__", "__defaults__", "__kwdefaults__")
-    return _titled(_title(function), lambda: {name: getattr(function, name) for name in names})
+def _function(function: types.FunctionType, used: set[str]) -> Any:
+    def held() -> dict[str, Any]:
+        own = ("__code__", "__defaults__", "__kwdefaults__", *(used & vars(function).keys()))
+        return {name: getattr(function, name) for name in own}
+
+    return _titled(_title(function), held)
 
 
 def _class_of(value: Any) -> Any:
