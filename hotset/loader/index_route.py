@@ -39,8 +39,8 @@ class Route:
 
     Args:
         caches: the cached datasets and streams, in the order of their samples.
-        which: for each index the number of its cache; not used with one cache.
-        inner: for each index the index in that cache's dataset; None if the two are equal.
+        inner: for each index the index in its cache's dataset; None if the two are equal.
+        which: for each index the number of its cache; None with one cache.
 
     Attributes:
         caches: the cached datasets and streams.
@@ -50,8 +50,8 @@ class Route:
     def __init__(
         self,
         caches: list[DatasetProxy[Any]],
-        which: Indices,
-        inner: Indices | None,
+        inner: Indices | None = None,
+        which: Indices | None = None,
         *,
         by_row: bool = False,
     ) -> None:
@@ -65,7 +65,7 @@ class Route:
     def length(self) -> int:
         """Of the dataset that the indices belong to."""
         # Not before it is asked for: a cache's length is a comparison of all that its dataset holds.
-        return len(self._which) if self._inner is not None else len(self.caches[0])
+        return len(self._inner) if self._inner is not None else len(self.caches[0])
 
     @property
     def followed(self) -> list[CurrentCache]:
@@ -139,14 +139,17 @@ class Route:
         indices = self.resolve(given)
         if indices is None:
             return
-        inner = self._inner_indices(indices)
+        which, inner = self._numbers_of_caches(indices), self._inner_indices(indices)
         for number, each in enumerate(self.currents):
-            mine = inner if len(self.caches) == 1 else inner[self._which[indices] == number]
-            each.prefetch(each.sample_ids(mine))
+            each.prefetch(each.sample_ids(inner[which == number]))
 
     def _inner_indices(self, indices: Indices) -> Indices:
         """The indices of the same samples in their cached datasets."""
         return indices if self._inner is None else self._inner[indices]
+
+    def _numbers_of_caches(self, indices: Indices) -> Indices:
+        """For each of these indices the number of its cache."""
+        return np.zeros(len(indices), np.int64) if self._which is None else self._which[indices]
 
     def samples(self, indices: Indices, uncached: dict[int, Any] | None = None) -> list[Any]:
         """The samples, live part included, in order.
@@ -161,7 +164,7 @@ class Route:
             if self.by_row:
                 return [single.source.finish(sample) for sample in records_at_cut]
             return single.source.finish_batch(records_at_cut)
-        which, inside = self._which[indices], self._inner_indices(indices)
+        which, inside = self._numbers_of_caches(indices), self._inner_indices(indices)
         currents = self.currents
         records: dict[int, Iterator[Any]] = {}
         for number in np.unique(which).tolist():
@@ -191,32 +194,29 @@ def route_to(dataset: Any, *, in_part: bool = False) -> Route | None:
         in_part: for a stream that is recorded in part, the route to that part.
     """
     if isinstance(dataset, CachedDataset):
-        return Route([dataset], np.empty(0, np.int64), None)
+        return Route([dataset])
     if isinstance(dataset, CachedStream):
         passes = passes_of(dataset)
-        ids = passes.ids() if passes.has_index(in_part=in_part) else None
-        return Route([dataset], np.zeros(len(ids), np.int64), ids) if ids is not None else None
+        return Route([dataset], passes.ids()) if passes.has_index(in_part=in_part) else None
     if type(dataset) is Subset:
         inner = route_to(dataset.dataset)
         chosen = inner.resolve(dataset.indices) if inner is not None and len(dataset.indices) else None
         if inner is None or chosen is None:
             return None
-        which = inner._which[chosen] if len(inner.caches) > 1 else np.zeros(len(chosen), np.int64)
-        return Route(inner.caches, which, inner._inner_indices(chosen), by_row=inner.by_row)
+        inside, numbers = inner._inner_indices(chosen), inner._numbers_of_caches(chosen)
+        return Route(inner.caches, inside, numbers, by_row=inner.by_row)
     if type(dataset) is ConcatDataset:
         parts = [route_to(part) for part in dataset.datasets]
         caches: list[DatasetProxy[Any]] = []
-        numbers_of_caches, inner_indices = [], []
+        insides, which = [], []
         for part in parts:
             if part is None:
                 return None
-            numbers = np.arange(part.length)
-            inside = part._which if len(part.caches) > 1 else np.zeros(part.length, np.int64)
-            numbers_of_caches.append(inside + len(caches))
-            inner_indices.append(part._inner_indices(numbers))
+            indices = np.arange(part.length)
+            which.append(part._numbers_of_caches(indices) + len(caches))
+            insides.append(part._inner_indices(indices))
             caches += part.caches
-        which = np.concatenate(numbers_of_caches)
-        return Route(caches, which, np.concatenate(inner_indices), by_row=True)
+        return Route(caches, np.concatenate(insides), np.concatenate(which), by_row=True)
     return None
 
 

@@ -42,6 +42,7 @@ from hotset.dataset.current_cache import pass_begins
 from hotset.dataset.planning.lost_threads import has_threads
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.streams.cached_stream import CachedStream, followed_passes, passes_of
+from hotset.dataset.streams.recording import StreamRest
 from hotset.determinism.draws.rng import Generators
 from hotset.determinism.objects.reading_names import names_used_by
 from hotset.errors import ArgumentError, StateError
@@ -180,7 +181,7 @@ class DataLoader(TorchDataLoader[T]):
 
     def __len__(self) -> int:
         own = super().__len__()
-        rest = passes_of(self._stream).rest() if self._stream is not None else None
+        rest = self._rest
         return own if rest is None else own + len(rest.sizes(self.batch_size, drop_last=self.drop_last))
 
     @property
@@ -214,7 +215,7 @@ class DataLoader(TorchDataLoader[T]):
             measured = self.batch_size is not None and self.collate_fn is default_collate
             return TorchBatches(batches_of_torch, run, sizes, size, ended=ended, measured=measured)
         batches_of_cache = self._from_cache(route, run, batches)
-        left = passes_of(self._stream).rest() if self._stream is not None else None
+        left = self._rest
         if self._stream is None or left is None:
             return batches_of_cache
         skip = max(run.batches - len(self._order), 0)
@@ -404,6 +405,11 @@ class DataLoader(TorchDataLoader[T]):
     @property
     def _stream(self) -> CachedStream[Any] | None:
         return self.dataset if isinstance(self.dataset, CachedStream) else None
+
+    @property
+    def _rest(self) -> StreamRest | None:
+        """What the next pass gets from a stream itself, after the recorded samples; None if nothing."""
+        return passes_of(self._stream).rest() if self._stream is not None else None
 
     @property
     def _reads_stream(self) -> bool:
