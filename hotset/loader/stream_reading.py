@@ -77,7 +77,7 @@ def rest_of_stream(
     # torch's loader over the whole stream draws one seed for an epoch's workers, and that is drawn.
     changed: dict[str, Any] = {"generator": _apart_from(loader.generator)}
     if workers != loader.num_workers:  # what goes with these is left out
-        changed = {"num_workers": workers, "timeout": 0, "multiprocessing_context": None}
+        changed |= {"num_workers": workers, "timeout": 0, "multiprocessing_context": None}
         changed |= {"prefetch_factor": None, "persistent_workers": False}
     recording = followed_passes(stream).recording(workers, rest=rest)
     batches = iter(torch_loader(loader, recording, loader.batch_size, loader.drop_last, **changed))

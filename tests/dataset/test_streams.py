@@ -1363,6 +1363,19 @@ def test_an_interrupt_leaves_no_lock_taken(step: str) -> None:
                 assert held
 
 
+@pytest.mark.parametrize(("before", "now"), [(0, 0), (2, 0), (0, 2), (2, 2)])
+@pytest.mark.filterwarnings("ignore:.*(are recorded|divided Numbers)")
+def test_a_pass_over_a_stream_recorded_in_part_leaves_the_random_states_of_torchs_loader(
+    before: int, now: int
+) -> None:
+    with hotset.cache(Numbers(N, shape=(4096,)), memory="400KiB") as stream:
+        values(hotset.DataLoader(stream, batch_size=5, num_workers=before))
+        _, expected = once(Numbers(N), now, 5)
+        seed_everything()
+        assert sorted(values(hotset.DataLoader(stream, batch_size=5, num_workers=now))) == list(range(N))
+        assert rng_states() == expected
+
+
 def test_draws_of_the_program_stay_as_they_are() -> None:
     """Caching a stream, and its first pass, draw nothing from the program's generators."""
     seed_everything()
