@@ -843,7 +843,7 @@ def the_doctor_times_steps_that_return_before_the_gpu_is_done(device: str) -> No
             torch.cuda.synchronize()
         observer.before(batches)
         observer.after(batches, 1e-3, failed=True, batch=lambda: None)
-        observer.write()
+        observer.stop()
         seen = read(ledger)
     assert seen is not None
     if device != "cpu":

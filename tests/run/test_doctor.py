@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -1080,7 +1081,7 @@ def test_what_new_workers_begin_with_counts_as_often_as_the_program_has_new_work
 
 
 def test_rates_are_of_whole_epochs_with_what_workers_take_to_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, observer: Watch
 ) -> None:
     monkeypatch.setattr("hotset.run.doctor.measured._RATE_SECONDS", 0.01)
     loader = hotset.DataLoader
@@ -1091,7 +1092,6 @@ def test_rates_are_of_whole_epochs_with_what_workers_take_to_start(
     monkeypatch.setattr(hotset, "DataLoader", noted)
     rows = TensorDataset(torch.arange(64.0))
     plain = DataLoader(rows, batch_size=4, num_workers=1, worker_init_fn=lambda _: time.sleep(0.2))
-    observer = Watch(WatchOptions(str(tmp_path), 600.0))
     for _ in range(2):
         iterator = iter(plain)
         for _ in range(16):
@@ -1131,6 +1131,14 @@ def test_a_trial_ends_with_the_program(tmp_path: Path) -> None:
     assert eventually(lambda: all(map(gone, trials))), "the trial goes on, without a program"
 
 
+@pytest.fixture
+def observer(tmp_path: Path) -> Iterator[Watch]:
+    """The watch of this process, which would try a cache as pytest ends if it were not stopped."""
+    observer = Watch(WatchOptions(str(tmp_path), 600.0))
+    yield observer
+    observer.stop()
+
+
 def take(observer: Watch, iterator: Any) -> Any:
     observer.before(iterator)
     batch = next(iterator)
@@ -1144,9 +1152,8 @@ def end(observer: Watch, iterator: Any) -> None:
 
 
 def test_the_clocks_rest_where_batches_come_fast_and_all_of_them_are_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, observer: Watch
 ) -> None:
-    observer = Watch(WatchOptions(str(tmp_path), 600.0))
     for _ in range(2):
         iterator = iter(torch.utils.data.DataLoader(torch.arange(300), batch_size=1))
         for _ in range(300):
@@ -1164,13 +1171,12 @@ def test_the_clocks_rest_where_batches_come_fast_and_all_of_them_are_counted(
 
 
 def test_samples_are_counted_while_the_clocks_of_fetches_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, observer: Watch
 ) -> None:
     from torch.utils.data._utils import fetch
 
     for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
         monkeypatch.setattr(kind, "fetch", kind.fetch)  # put back afterwards
-    observer = Watch(WatchOptions(str(tmp_path), 600.0))
     dict(observer.hooks())["torch.utils.data._utils.fetch"](fetch)
     iterator = iter(DataLoader(range(4_000), batch_size=4))  # type: ignore[arg-type]
     for _ in range(1_000):
@@ -1184,9 +1190,8 @@ def test_samples_are_counted_while_the_clocks_of_fetches_rest(
 
 
 def test_workers_that_were_stopped_for_a_step_go_on_before_the_clocks_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, observer: Watch
 ) -> None:
-    observer = Watch(WatchOptions(str(tmp_path), 600.0))
     iterator = iter(torch.utils.data.DataLoader(torch.arange(600), batch_size=1, num_workers=1, timeout=60))
     try:
         for _ in range(600):
@@ -1227,10 +1232,9 @@ class Dear:
 
 @pytest.mark.usefixtures("_own_clock")
 def test_a_step_is_measured_without_the_batch_that_it_drops(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, observer: Watch
 ) -> None:
     """With another loader that takes another time, or none."""
-    observer = Watch(WatchOptions(str(tmp_path), 600.0))
     iterator = iter(DataLoader(range(600), batch_size=1, collate_fn=Dear))  # type: ignore[arg-type]
     batch = None
     for _ in range(600):
@@ -1247,12 +1251,11 @@ def test_a_step_is_measured_without_the_batch_that_it_drops(
 
 @pytest.mark.usefixtures("_own_clock")
 def test_a_batch_is_kept_for_the_next_step_even_if_the_clocks_would_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, observer: Watch
 ) -> None:
     """Of a later step the batch before would be another, and be dropped."""
     monkeypatch.setattr("hotset.run.doctor.clocks._IN_A_ROW", 2)
     monkeypatch.setattr("hotset.run.doctor.loop._ALONE_SHARE", 1.0)
-    observer = Watch(WatchOptions(str(tmp_path), 600.0))
     iterator = iter(DataLoader(range(600), batch_size=1, collate_fn=Dear))  # type: ignore[arg-type]
     batch = None
     for _ in range(600):
@@ -1268,13 +1271,12 @@ def test_a_batch_is_kept_for_the_next_step_even_if_the_clocks_would_rest(
 
 @pytest.mark.usefixtures("_own_clock")
 def test_what_the_watching_writes_is_no_part_of_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, observer: Watch
 ) -> None:
     def slow(self: Ledger, name: str, text: str) -> None:
         time.sleep(5e-3)
 
     monkeypatch.setattr("hotset.run.doctor.watch._WRITE_SECONDS", 0.0)
-    observer = Watch(WatchOptions(str(tmp_path), 600.0))
     iterator = iter(DataLoader(range(8), batch_size=1))  # type: ignore[arg-type]
     with monkeypatch.context() as writing:
         writing.setattr(Ledger, "write", slow)
@@ -1314,10 +1316,9 @@ def use_gpu(monkeypatch: pytest.MonkeyPatch, event: type[Event]) -> None:
 
 
 def test_steps_are_timed_on_the_gpu_by_events_that_nothing_waits_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, observer: Watch
 ) -> None:
     use_gpu(monkeypatch, Event)
-    observer = Watch(WatchOptions(str(tmp_path), 600.0))
     iterator = iter(torch.utils.data.DataLoader(torch.arange(40), batch_size=4))
     for step in range(10):
         take(observer, iterator)
@@ -1332,12 +1333,11 @@ def test_steps_are_timed_on_the_gpu_by_events_that_nothing_waits_for(
 
 
 def test_steps_that_the_gpu_ends_after_the_last_batch_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, observer: Watch
 ) -> None:
     use_gpu(monkeypatch, Event)
     monkeypatch.setattr(Event, "now", 0.0)
     monkeypatch.setattr(Event, "done", -1.0)
-    observer = Watch(WatchOptions(str(tmp_path), 600.0))
     iterator = iter(torch.utils.data.DataLoader(torch.arange(40), batch_size=4))
     for _ in range(10):
         take(observer, iterator)
@@ -1356,9 +1356,10 @@ class BrokenEvent(Event):
         raise RuntimeError("CUDA error: device-side assert triggered")
 
 
-def test_a_gpu_that_has_failed_is_asked_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_has_failed_is_asked_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, observer: Watch
+) -> None:
     use_gpu(monkeypatch, BrokenEvent)
-    observer = Watch(WatchOptions(str(tmp_path), 600.0))
     iterator = iter(torch.utils.data.DataLoader(torch.arange(40), batch_size=4))
     for _ in range(10):
         take(observer, iterator)
