@@ -127,8 +127,8 @@ class TestCommand:
         assert sums(done.stderr) == sums(forked(program).stdout)
         assert found["now"]["num_workers"] == workers
         assert found["now"]["batch_size"] == 4
-        # Its own batches alone, 14 or 15 of each epoch after the first ones, fewer where the clocks rest, as they
-        # do for long on a machine that is busy; the other loader has 24 more.
+        # Its own batches alone, 14 or 15 of each epoch after the first ones, fewer where the clocks rest, as
+        # they do for long on a busy machine; the other loader has 24 more.
         assert 0 < found["now"]["steps"] <= 46
         assert found["now"]["samples_per_second"] > 0.0
         assert 0.0 <= found["now"]["waited_fraction"] <= 1.0
