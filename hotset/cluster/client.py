@@ -361,7 +361,7 @@ class Peer:
             if self._events is not None:
                 self._socket.disable_monitor()
                 self._events.close(0)
-            self._socket.close(0)
+            self._socket.close()
             self._socket = self._events = None
 
     def _leave_to_parent(self) -> None:

@@ -925,6 +925,42 @@ def test_closing_leaves_no_thread_and_no_file() -> None:
     assert ended(child(_open_and_close)) == 0
 
 
+def _talk_and_close(seconds: float) -> None:
+    """A server and a client, of which each has more to send than has been sent, close at once."""
+    contexts: list[Any] = [zmq.Context(), zmq.Context()]
+    serving = sockets.open_socket(contexts[0], zmq.ROUTER, "tcp://127.0.0.1")
+    asking = sockets.open_socket(contexts[1], zmq.DEALER, "tcp://127.0.0.1")
+    asking.connect(f"tcp://127.0.0.1:{serving.bind_to_random_port('tcp://127.0.0.1')}")
+    asking.send(b"hello")
+    name, _ = serving.recv_multipart()
+    frames = [bytes(3 << 20)] * 3
+    for _ in range(2):
+        serving.send_multipart([name, *frames], copy=False)
+        asking.send_multipart(frames, copy=False)
+    time.sleep(seconds)
+    ends = zip(contexts, (serving, asking), strict=True)
+    closing = [threading.Thread(target=sockets.close, args=end) for end in ends]
+    for one in closing:
+        one.start()
+    for one in closing:
+        one.join()
+
+
+def _close_in_the_midst() -> None:
+    """Some fifty times: closed at once, libzmq has ended the process in one of twenty."""
+    for _ in range(6):
+        talking = [threading.Thread(target=_talk_and_close, args=[0.0005 * n]) for n in range(8)]
+        for one in talking:
+            one.start()
+        for one in talking:
+            one.join()
+
+
+def test_both_ends_may_close_with_answers_half_sent() -> None:
+    """Else of the ranks that end together one is aborted now and then."""
+    assert ended(child(_close_in_the_midst)) == 0
+
+
 def test_closing_does_not_wait_for_who_does_not_answer() -> None:
     with machine(fake()) as other:
         stop(other.pid)
