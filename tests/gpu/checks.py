@@ -424,13 +424,13 @@ def a_step_compiled_into_graphs_of_its_own_is_eager(device: str) -> None:
     _falls_back(device, make, "compiled into graphs of its own")
 
 
-def a_compiled_network_is_captured(device: str) -> None:
+def _is_captured(device: str, make: Callable[[Training], Any]) -> None:
+    """What is compiled is captured, and trains as it does eagerly."""
     if device == "cpu":
         return
 
     def run(graph: Any) -> list[float]:
-        training = Training(device)
-        step = training_step(torch.compile(training.network), training.optimizer, grey)
+        step = make(Training(device))
         loader = loader_of(digits(), drop_last=True)  # each shape is compiled
         with hotset.data_sink(step, loader, 10, device=device, graph=graph, outputs="all") as sink:
             found = [loss for _ in range(3) for loss in sink().tolist()]
@@ -441,21 +441,15 @@ def a_compiled_network_is_captured(device: str) -> None:
         _close(run(True), run(False), 1e-4)
 
 
+def a_compiled_network_is_captured(device: str) -> None:
+    _is_captured(
+        device,
+        lambda training: training_step(torch.compile(training.network), training.optimizer, grey),
+    )
+
+
 def a_step_compiled_as_a_whole_is_captured(device: str) -> None:
-    if device == "cpu":
-        return
-
-    def run(graph: Any) -> list[float]:
-        training = Training(device)
-        loader = loader_of(digits(), drop_last=True)
-        step = torch.compile(training.step)
-        with hotset.data_sink(step, loader, 10, device=device, graph=graph, outputs="all") as sink:
-            found = [loss for _ in range(3) for loss in sink().tolist()]
-            assert graph is False or sink.captured, sink.why
-        return found
-
-    with _deterministic():
-        _close(run(True), run(False), 1e-4)
+    _is_captured(device, lambda training: torch.compile(training.step))
 
 
 def a_scheduler_inside_the_step_is_eager(device: str) -> None:
