@@ -1074,6 +1074,18 @@ class TestOtherSamples:
             ):
                 hotset.cache(stream, memory="1MiB")
 
+    def test_a_refused_stream_is_read_no_further_than_one_comparison_takes(self) -> None:
+        runs: list[int] = []
+
+        class Counted(Jitter):
+            def __iter__(self) -> Iterator[Any]:
+                runs.append(0)
+                yield from super().__iter__()
+
+        with pytest.raises(hotset.NotCacheable):
+            hotset.cache(Counted(), memory="1MiB")
+        assert len(runs) == 2
+
     def test_random_content_that_is_declared_harmless_is_taken(self) -> None:
         stream = hotset.cache(hotset.deterministic(Jitter()), memory="1MiB")
         first = quiet(hotset.DataLoader(stream, batch_size=4))
@@ -1222,6 +1234,16 @@ class TestWrongInput:
             equal_batches(list(loader), expected)
             with pytest.warns(hotset.HotsetWarning, match="batch_size=None"):
                 list(hotset.DataLoader(stream, batch_size=2))
+
+    def test_tokens_and_labels_of_one_length_are_no_batch(self) -> None:
+        class Windows(IterableDataset[Any]):
+            def __iter__(self) -> Iterator[Any]:
+                for first in range(8):
+                    yield torch.arange(first, first + 4), torch.arange(first + 1, first + 5)
+
+        with hotset.cache(Windows(), memory="1MiB") as stream, recorded() as told:
+            assert len(list(hotset.DataLoader(stream, batch_size=2))) == 4
+        assert not told
 
     def test_workers_that_all_read_the_same(self) -> None:
         with hotset.cache(Undivided(12), memory="1MiB") as stream:

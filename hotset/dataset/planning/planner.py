@@ -329,6 +329,8 @@ def _decide(pipeline: Pipeline, options: CacheOptions, limit: int) -> tuple[CutC
             f"{pipeline.name} is declared @hotset.nondeterministic, so nothing of it may be cached; move its "
             "random part to transform=, after the part that may be cached."
         )
+    if isinstance(pipeline.dataset, StreamSource):
+        pipeline.dataset.probe()  # what refuses the stream is raised here, not by each sample that is read
     if options.given.window is not None:
         limit = sys.maxsize  # the user gives the number of residents: smaller samples do not raise it
     choice = choose(pipeline, limit, options.given.strict, options.given.cut)

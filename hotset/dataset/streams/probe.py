@@ -325,11 +325,11 @@ def _differ(one: list[Any], other: list[Any]) -> bool:
 
 
 def _batch_size_of(samples: list[Any]) -> int:
-    """The length that all arrays of all samples but the last have in common, if one is flat, as labels
-    are.
+    """The length that all arrays of all samples but the last have in common, if one is flat, as labels are,
+    and another is not, as rows are. Tokens and their labels, all flat, are one sequence.
     """
-    found: set[int] = set()
-    is_flat = False
+    lengths: set[int] = set()
+    flat: set[bool] = set()
     for sample in samples[:-1]:
         parts = sample.values() if isinstance(sample, dict) else sample
         if not isinstance(parts, (tuple, list)) and not isinstance(sample, dict):
@@ -337,9 +337,9 @@ def _batch_size_of(samples: list[Any]) -> int:
         arrays = [part for part in parts if isinstance(part, (torch.Tensor, np.ndarray))]
         if len(arrays) < 2 or any(part.ndim == 0 for part in arrays):
             return 0
-        found.update(len(part) for part in arrays)
-        is_flat |= any(part.ndim == 1 for part in arrays)
-    return found.pop() if is_flat and len(found) == 1 and found != {1} else 0
+        lengths.update(len(part) for part in arrays)
+        flat.update(part.ndim == 1 for part in arrays)
+    return lengths.pop() if len(flat) == 2 and len(lengths) == 1 and lengths != {1} else 0
 
 
 def _copy(stream: Any) -> Any:
