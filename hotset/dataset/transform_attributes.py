@@ -26,6 +26,7 @@ import copy
 import inspect
 import operator
 import re
+import sys
 import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -140,17 +141,45 @@ def _shallow_copy(dataset: Any) -> Any:
     """
     kind = type(dataset)
     try:
-        twin = copy.copy(dataset)
-        if twin is not dataset and type(twin) is kind:
-            return twin
+        made = [copy.copy(dataset)]
+        if made[0] is not dataset and type(made[0]) is kind:
+            return _without_finalizer(made)
         refusal: Exception = TypeError(f"copy.copy of a {kind.__name__} must return another one")
     except Exception as error:  # of the dataset's __copy__, __reduce_ex__ or __getstate__
         refusal = error
     if solid_base(kind) is not object or any(vars(cls).get("__slots__") for cls in kind.__mro__):
         raise refusal
-    twin = object.__new__(kind)
-    vars(twin).update(vars(dataset))
-    return twin
+    made = [object.__new__(kind)]
+    vars(made[0]).update(vars(dataset))
+    return _without_finalizer(made)
+
+
+class _Silent:
+    """A base that keeps the ``__init_subclass__`` of the bases after it from running."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls) -> None: ...
+
+
+def _without_finalizer(made: list[Any]) -> Any:
+    """Return the one object of this list, whose ``__del__`` will not run.
+
+    A copy shares the files of the dataset, and would close them. Python calls the ``__del__`` of an object
+    only once. So the copy's is called here, while it is of another class, whose ``__del__`` keeps it alive.
+    """
+    kind, new = type(made[0]), [object()]
+    if not hasattr(kind, "__del__") or sys.getrefcount(made[0]) > sys.getrefcount(new[0]):
+        return made[0]  # its class has none, or keeps the copy itself
+    kept: list[Any] = []
+    order = {"mro": lambda cls: [cls, _Silent, *kind.__mro__]}
+    meta: Any = type("Meta", (type(kind),), order)
+    made[0].__class__ = type.__new__(
+        meta, kind.__name__, (kind,), {"__slots__": (), "__del__": lambda self: kept.append(self)}
+    )
+    made.clear()
+    kept[0].__class__ = kind
+    return kept[0]
 
 
 def _can_be_copied(dataset: Any) -> bool:

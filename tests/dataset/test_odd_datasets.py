@@ -8,15 +8,17 @@ from __future__ import annotations
 import collections
 import gc
 import itertools
+import mmap
 import random
 import warnings
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from helpers import all_pairs, equal_batches, rarely, recorded
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 import hotset
 
@@ -104,6 +106,64 @@ def test_a_dataset_that_refuses_to_be_copied_or_set_is_cut_and_unchanged(
         assert cached.plan.live[-1] == "noise"
         assert cached.stats().hits >= N
     assert told == []
+
+
+def mapped(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+class ClosesItsFile(Pictures):
+    """Maps its file at once or when it is read first, and closes it as it goes, as datasets over LMDB do."""
+
+    subclasses: ClassVar[list[str]] = []
+    closed = 0
+
+    def __init__(self, path: Path, at_once: bool, *transforms: Any) -> None:
+        super().__init__(*transforms)
+        self.path, self.letters = path, mapped(path) if at_once else None
+
+    def __init_subclass__(cls) -> None:
+        ClosesItsFile.subclasses.append(cls.__name__)
+
+    def __getitem__(self, index: int) -> Any:
+        if self.letters is None:
+            self.letters = mapped(self.path)
+        return self.letters[index], super().__getitem__(index)
+
+    def __del__(self) -> None:
+        ClosesItsFile.closed += 1
+        if self.letters is not None:
+            self.letters.close()
+
+
+@pytest.mark.parametrize(("made_by", "at_once", "workers"), all_pairs(LOADERS, (True, False), (0, 2)))
+def test_a_dataset_that_closes_its_file_as_it_goes_closes_it_once(
+    made_by: str, at_once: bool, workers: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "letters"
+    path.write_bytes(b"abcdefghijkl")
+
+    def make() -> Dataset[Any]:
+        parts = [ClosesItsFile(path, at_once, double, noise) for _ in range(1 if at_once else 2)]
+        return ConcatDataset(parts) if parts[1:] else parts[0]
+
+    def passes(loader: type[DataLoader[Any]], dataset: Any) -> list[Any]:
+        batches = loader(dataset, batch_size=5, num_workers=workers)
+        torch.manual_seed(3), random.seed(4)
+        return [*batches, *batches]
+
+    expected = passes(DataLoader, make())
+    gc.collect()
+    ClosesItsFile.closed = 0
+    dataset = make()
+    with hotset.cache(dataset, memory="1MiB") as cached:
+        assert "double" in str(cached.plan)
+        equal_batches(passes(LOADERS[made_by], cached), expected)
+    del cached
+    gc.collect()
+    assert (ClosesItsFile.closed, ClosesItsFile.subclasses) == (0, [])
+    assert dataset[3][0] == ord("d")
 
 
 class Numbers(list[float]):
