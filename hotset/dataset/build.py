@@ -12,6 +12,7 @@ process that needs a missing sample reads it and stores it there for all. Each r
 from __future__ import annotations
 
 import contextlib
+import dis
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -57,6 +58,8 @@ from hotset.store.stream_parts import StreamParts
 __all__ = ["cache"]
 
 T = TypeVar("T")
+
+_OF_NO_STATEMENT = frozenset({"RESUME", "NOP", "LOAD_CONST", "RETURN_CONST", "RETURN_VALUE"})
 
 
 @overload
@@ -255,7 +258,7 @@ def _join(store: Store, name: str, session: Session | None) -> None:
 def _warn_of_epochs(dataset: Any, key: str | None) -> None:
     """Warn of a dataset that knows epochs, unless no cached sample depends on them."""
     steady = isinstance(dataset, (CachedDataset, CachedStream)) or declared(dataset) == "deterministic"
-    if steady or not has(dataset, "set_epoch"):
+    if steady or not has(dataset, "set_epoch") or _is_empty(dataset.set_epoch):
         return
     name = type(dataset).__name__
     then = (
@@ -267,6 +270,12 @@ def _warn_of_epochs(dataset: Any, key: str | None) -> None:
         f"{name} has a set_epoch, so its samples may change from epoch to epoch, {then}: move what changes "
         f"to transform=, or if no sample changes, declare it: {declaration_of(dataset)}."
     )
+
+
+def _is_empty(method: Any) -> bool:
+    """Whether it has no statements, as fairseq's base class has a ``set_epoch`` for others to override."""
+    code = getattr(method, "__code__", None)
+    return code is not None and all(each.opname in _OF_NO_STATEMENT for each in dis.get_instructions(code))
 
 
 class _Search:

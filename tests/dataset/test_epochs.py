@@ -41,6 +41,26 @@ class TwoStages(Course):
         self.stage = int(epoch >= self.first)
 
 
+class Fairseqs(Dataset[Any]):
+    """Has a method for others to override."""
+
+    def __len__(self) -> int:
+        return N
+
+    def set_epoch(self, epoch: int) -> None:
+        """Will receive the updated epoch number at the beginning of the epoch."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_set_epoch_without_statements_is_not_warned_of() -> None:
+    with recorded() as told, hotset.cache(Fairseqs(), memory="1MiB"), hotset.cache(Course(), memory="1MiB"):
+        pass
+    assert [str(each.message).split(",")[0] for each in told] == ["Course has a set_epoch"]
+
+
 def as_it_is(dataset: Any) -> Any:
     return dataset
 
