@@ -38,7 +38,7 @@ import numpy as np
 import torch
 
 from hotset.determinism.objects.object_graph import attributes
-from hotset.determinism.objects.safe_access import loaded_class
+from hotset.determinism.objects.safe_access import loaded_class, set_attribute
 from hotset.store.leaves.instances import is_plain, slots_of, solid_base
 
 __all__ = ["copied", "owned", "owns_all"]
@@ -254,12 +254,26 @@ def _copy_of_object(
             held = {name: part for name, part in vars(value).items() if name not in vars(made)}
             kept = {name: part for name, part in held.items() if not of_file or type(part) in _ATOM_TYPES}
             vars(made).update(copy.deepcopy(kept, memo))
+        elif is_plain(type(value)):
+            _complete(made, value, memo)
         return made
     except Exception as error:
         memo[id(value)] = value
         if refused is not None:
             refused(value, error)
         return value
+
+
+def _complete(made: Any, value: Any, memo: dict[int, Any]) -> None:
+    """Give the copy of an object the attributes that its class leaves out of what pickle keeps.
+
+    A ``BatchEncoding`` of transformers so loses the number of its sequences. A weak reference stays away: it
+    refers to an object of the original.
+    """
+    held, have = attributes(value), attributes(made)
+    for name, part in held.items():
+        if name not in have and not isinstance(part, weakref.ref):
+            set_attribute(made, name, copy.deepcopy(part, memo))
 
 
 def _copy_array(array: Any, memo: dict[int, Any]) -> None:

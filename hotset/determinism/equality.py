@@ -28,9 +28,11 @@ arrays are dense: a copy of a strided slice need not keep the gaps.
 from __future__ import annotations
 
 import array
+import contextlib
 import decimal
 import enum
 import hashlib
+import json
 import reprlib
 import struct
 import types
@@ -211,6 +213,8 @@ def _own_difference(a: Any, b: Any) -> str | None:
         return None if {(type(x), x) for x in a} == {(type(x), x) for x in b} else _two(a, b)
     if is_a(a, (float, complex)):
         return None if _bits(a) == _bits(b) else _two(a, b)
+    if type(a) in _PLAIN:  # as which pickle keeps it
+        return _two(a, b)
     if is_a(a, int):  # what pickle keeps of it is itself
         return None if int.__eq__(a, b) else _two(a, b)
     if is_a(a, decimal.Decimal):
@@ -241,7 +245,19 @@ def _reduced(node: object) -> object:
     reduced = node.__reduce_ex__(4)
     if isinstance(reduced, str):
         return reduced
-    return [list(part) if isinstance(part, Iterator) else part for part in reduced]
+    return [list(part) if isinstance(part, Iterator) else _without_order(part) for part in reduced]
+
+
+def _without_order(state: object) -> object:
+    """A state that is JSON, read, with the keys in it sorted; any other as it is.
+
+    A library in Rust keeps a hash map so, in another order each time: a fast tokenizer notes in one where
+    each of two texts lies.
+    """
+    if type(state) is bytes and state.startswith(b"{"):
+        with contextlib.suppress(ValueError):
+            return json.loads(state, object_hook=lambda held: dict(sorted(held.items())))
+    return state
 
 
 def _equal(a: object, b: object) -> bool:

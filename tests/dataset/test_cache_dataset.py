@@ -221,6 +221,31 @@ def test_those_that_are_more_than_their_elements_and_attributes_are_served_uncha
     assert any("nothing of Samples can be cached" in str(each.message) for each in caught)
 
 
+class Scan:
+    def __init__(self, index: int) -> None:
+        self.voxels, self.spacing = torch.full((2,), float(index)), (1, 1, 3)
+
+
+def _scan_without_spacing(voxels: Any) -> Scan:
+    made = Scan(0)
+    made.voxels = voxels
+    made.spacing = (1, 1, 1)
+    return made
+
+
+def test_a_codec_that_forgets_a_part_caches_nothing_and_is_told_so() -> None:
+    hotset.register_codec(Scan, lambda scan: scan.voxels, _scan_without_spacing)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with hotset.cache(Samples(Scan, 6), memory="1MiB") as cached:
+            assert [cached[index].spacing for _ in range(2) for index in range(6)] == [(1, 1, 3)] * 12
+    assert any(
+        "nothing of Samples can be cached" in str(each.message)
+        and "would not come back from the cache as it was (at .spacing[2]: 3 and 1)" in str(each.message)
+        for each in caught
+    )
+
+
 def _with_spacing(index: int, memory: torch.Tensor) -> torch.Tensor:
     memory.spacing = (1, 1, index)  # type: ignore[attr-defined]
     return memory

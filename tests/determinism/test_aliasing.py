@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from torch.utils.data import Dataset
 
 import hotset
 from hotset.dataset import audit
+from hotset.determinism.aliasing import copied
 from hotset.determinism.equality import differs
 
 N = 12
@@ -494,3 +497,28 @@ def test_tensors_of_a_users_class_are_copied_before_a_transform() -> None:
     assert [type(value) for value in found] == [Tagged] * 8
     assert [value.tolist() for value in found] == [[index + 1.0] * 2 for index in range(4)] * 2
     assert [value.tolist() for value in held] == [[float(index)] * 2 for index in range(4)]
+
+
+class Encoding(UserDict[str, Any]):
+    """As transformers' BatchEncoding, which leaves a part of itself out of what pickle keeps."""
+
+    def __init__(self, data: dict[str, Any], sequences: list[int]) -> None:
+        super().__init__(data)
+        self.sequences = sequences
+        self.first = weakref.ref(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"data": self.data}
+
+
+def _says_its_sequences(encoding: Encoding) -> list[int]:
+    encoding.sequences.append(encoding["ids"][0])
+    return encoding.sequences
+
+
+def test_the_copy_of_an_object_has_what_its_class_leaves_out_of_a_pickle() -> None:
+    held = [Encoding({"ids": [index]}, [7]) for index in range(4)]
+    with hotset.cache(held, memory="1MiB", transform=[_says_its_sequences]) as cached:
+        assert [cached[index] for _ in range(2) for index in range(4)] == [[7, 0], [7, 1], [7, 2], [7, 3]] * 2
+    assert [each.sequences for each in held] == [[7]] * 4
+    assert not hasattr(copied(held[0]), "first")

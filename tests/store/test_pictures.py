@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import difference
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, PngImagePlugin, TiffImagePlugin
 
 import hotset
 from hotset.store.leaves.codecs import codec_of
@@ -89,6 +89,19 @@ def test_what_the_headers_said_comes_back(format: str) -> None:
     assert again.info["icc_profile"] == b"profile" * 1000
     again.info["new"] = 1
     assert "new" not in stored(picture).info
+
+
+def test_numbers_and_texts_of_pillows_own_classes_come_back() -> None:
+    """As they are in photographs, and in PNG files of a Mac or of Photoshop."""
+    text = PngImagePlugin.PngInfo()
+    text.add_itxt("XML:com.adobe.xmp", "<x:xmpmeta/>", "en", "key")
+    picture = opened("PNG", pnginfo=text)
+    picture.info["dpi"] = (TiffImagePlugin.IFDRational(300_001, 1_000), TiffImagePlugin.IFDRational(1, 3))
+    again = stored(picture)
+    assert difference(again, picture) is None
+    assert again.info["XML:com.adobe.xmp"].lang == "en"
+    assert [each.denominator for each in again.info["dpi"]] == [1_000, 3]
+    assert difference(stored(picture.convert("L")), picture.convert("L")) is None
 
 
 def test_palettes_and_transparency_come_back() -> None:

@@ -31,6 +31,7 @@ import torch
 from helpers import often
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.spatial import cKDTree
 
 from hotset.determinism.aliasing import copied
 from hotset.determinism.equality import differs
@@ -740,6 +741,16 @@ def test_ordinary_types_of_the_standard_library_come_out_as_they_went_in() -> No
         comes_out(Schema.infer([{"x": [values[0], 1]}], keep_order=True), {"x": [values[0], 2]})
     made = records(Schema.infer([defaultdict(list, a=[1])], keep_order=True), [defaultdict(list, a=[1])])[0]
     assert made["new"] == []
+
+
+def test_objects_of_classes_in_c_come_out_of_the_state_that_pickle_keeps() -> None:
+    """As a tokenizer's ``Encoding`` does; of the installed libraries only scipy has such a class of data."""
+    trees = [cKDTree(np.arange(12.0).reshape(4, 3) * number) for number in (1, 2, 3)]
+    schema = Schema.infer([{"tree": tree} for tree in trees[:2]], keep_order=True)
+    comes_out(schema, *({"tree": tree} for tree in trees))
+    [found] = records(schema, [{"tree": trees[2]}])
+    assert type(found["tree"]) is cKDTree
+    assert found["tree"].query([0, 3, 6.5]) == trees[2].query([0, 3, 6.5])
 
 
 def test_zones_are_the_same_objects() -> None:

@@ -40,6 +40,7 @@ from hotset.dataset.streams.source import StreamSource
 from hotset.determinism.chain import leaves
 from hotset.determinism.declare import declared
 from hotset.determinism.draws.probe import Probe, probe
+from hotset.determinism.equality import differs
 from hotset.determinism.objects.held_values import Room
 from hotset.determinism.timing import Timed
 from hotset.determinism.verdict import name_of, verdict_of
@@ -384,6 +385,8 @@ def _infer_schema(samples: list[Any], *, keep_order: bool) -> tuple[Schema | Non
         schema = Schema.infer(samples, keep_order=keep_order)
     except SchemaMismatch as mismatch:
         return None, 0, [mismatch]
+    if schema.has_codec and (altered := _altered(schema, samples)):
+        return None, 0, [SchemaMismatch(altered)]
     sizes, refused = [], []
     for sample in samples:
         try:
@@ -391,3 +394,19 @@ def _infer_schema(samples: list[Any], *, keep_order: bool) -> tuple[Schema | Non
         except SchemaMismatch as mismatch:
             refused.append(mismatch)
     return schema, sum(sizes) // max(len(sizes), 1), refused
+
+
+def _altered(schema: Schema, samples: list[Any]) -> str | None:
+    """How a codec alters the first of these samples that has the schema's form; None if it does not.
+
+    A codec of the user's may forget a part of its objects, and what a class keeps for pickle may be a part.
+    """
+    for sample in samples:
+        try:
+            found = differs(sample, schema.reread(sample))
+        except SchemaMismatch:
+            continue
+        except Exception as error:  # of the codec's function
+            found = f"{type(error).__name__}: {error}"
+        return found and f"a sample would not come back from the cache as it was ({found})"
+    return None

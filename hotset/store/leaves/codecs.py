@@ -3,9 +3,10 @@
 A codec is two functions for one exact type: ``flatten(obj)`` gives a tree of dicts, lists, tuples and leaves;
 ``unflatten(tree)`` the object again. The built-in ones cover PIL images and image files
 (:mod:`hotset.store.leaves.pictures`), subclasses of both (torchvision's tv_tensors, fastai's types, a user's
-own), MONAI's MetaTensor, numpy's memmap, and ordinary types of the standard library (sets, dates, paths,
-...). They are looked up by the type's module, so that hotset imports no library that the user has not
-imported already. Users add codecs with :func:`register_codec`.
+own), MONAI's MetaTensor, numpy's memmap, ordinary types of the standard library (sets, dates, paths, ...),
+and objects of classes written in C of which pickle keeps a state (a fast tokenizer's ``Encoding``). They are
+looked up by the type's module, so that hotset imports no library that the user has not imported already.
+Users add codecs with :func:`register_codec`.
 
 Nothing is pickled, unless a codec of the user's does so.
 """
@@ -27,6 +28,7 @@ import numpy as np
 
 from hotset.errors import ArgumentError
 from hotset.store.leaves import pictures
+from hotset.store.leaves.instances import state_of
 from hotset.store.leaves.leaf import SchemaMismatch
 from hotset.store.leaves.python_leaves import name_of_type, type_named
 
@@ -137,9 +139,10 @@ def _without_addresses(part: Any) -> Any:
 
 
 def _subclass(name: str) -> Codec | None:
-    """A codec for a class of tensors or of Pillow's pictures, made by a ``class`` statement.
+    """A codec for a class that was not registered: of tensors or pictures, or one with a state.
 
-    An object of such a class is the tensor or the picture and its attributes.
+    An object of a class of tensors or of Pillow's pictures that was made by a ``class`` statement is the
+    tensor or the picture and its attributes.
     """
     try:
         cls = type_named(name)
@@ -152,7 +155,7 @@ def _subclass(name: str) -> Codec | None:
         # Collating makes a plain tensor of torchvision's.
         stacks = 0 if name.startswith("torchvision.tv_tensors.") else None
         return Codec(name, *tensors_of(cls), stacks)
-    found = pictures.image_subclass(cls)
+    found = pictures.image_subclass(cls) or state_of(cls)
     return Codec(name, *found) if found is not None else None
 
 

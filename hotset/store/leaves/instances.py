@@ -12,17 +12,24 @@ the same:
 - one without attributes marks something by its identity alone (``MISSING = Missing()``);
 - an iterator goes on from where it is;
 - a class with a ``__new__`` or ``__del__`` counts its objects, or frees what they hold.
+
+An object of a class written in C is stored if the class itself gives a state for pickle and takes it back, as
+libraries in Rust and C++ do (:func:`state_of`).
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-__all__ = ["is_plain", "make_instance", "plain_attributes", "slots_of", "solid_base"]
+from hotset.store.leaves.leaf import SchemaMismatch
+
+__all__ = ["is_plain", "make_instance", "plain_attributes", "slots_of", "solid_base", "state_of"]
 
 _HEAP_TYPE = 1 << 9
+# Bytes of an object's state. One with more is something that samples refer to, as a tokenizer.
+_LARGEST_STATE = 256 << 10
 
 
 def solid_base(cls: type) -> type:
@@ -124,3 +131,33 @@ def make_instance(cls: type[Any], names: Iterable[str], values: Iterable[Any]) -
         else:
             raise ValueError(f"{cls.__qualname__} has no attribute {name}")
     return made
+
+
+def state_of(cls: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
+    """How objects of a class written in C give the state that pickle keeps of them, and are made of it again.
+
+    None for any other class. Pickle itself must make an object by ``cls.__new__(cls)`` and
+    ``__setstate__``, and both be the class's own code, in C: a stored schema must not be a way to run
+    anything else.
+    """
+    base: Any = object
+    own = [vars(cls).get(name) for name in ("__getstate__", "__setstate__")]
+    if solid_base(cls) is not cls or None in own or any(type(each) is types.FunctionType for each in own):
+        return None
+    if cls.__reduce__ is not base.__reduce__ or cls.__reduce_ex__ is not base.__reduce_ex__:
+        return None
+    if issubclass(cls, Iterator) or hasattr(cls, "__getnewargs__") or hasattr(cls, "__getnewargs_ex__"):
+        return None
+
+    def flatten(value: Any) -> Any:
+        state = value.__getstate__()
+        if isinstance(state, (str, bytes)) and len(state) > _LARGEST_STATE:
+            raise SchemaMismatch(f"an object of {cls.__module__}.{cls.__qualname__} of {len(state):,} bytes")
+        return state
+
+    def unflatten(state: Any) -> Any:
+        made: Any = cls.__new__(cls)
+        made.__setstate__(state)
+        return made
+
+    return flatten, unflatten

@@ -132,38 +132,53 @@ def _literal(value: Any, what: str) -> str:
     Raises:
         SchemaMismatch: it has no literal that is equal to it.
     """
-    text = repr(value)
     try:
+        marked = _marked(value)
+        text = repr(marked)
         parsed = ast.literal_eval(text) if len(text) > _SHORT else _parsed(text)
-        if parsed != value or not _is_of_literals(value):
+        if parsed != marked:
             raise SchemaMismatch(f"a PIL image of which {what} cannot be stored as text")
-    except (ValueError, SyntaxError) as error:
+    except (ValueError, TypeError, SyntaxError) as error:
         raise SchemaMismatch(f"a PIL image with objects in {what}") from error
     return text
 
 
-def _is_of_literals(value: Any) -> bool:
-    """Whether a literal has the value's class; one of Pillow's own for a number or text may become it.
+def _marked(value: Any) -> Any:
+    """The value in types that have literals; raises ValueError if it holds any others.
 
-    Such are in ``info`` of many photographs (``IFDRational``) and screenshots (``iTXt``).
+    Pillow has a number and a text of its own in ``info`` of many photographs (``IFDRational``) and
+    screenshots (``iTXt``). Each becomes a dict whose key is None, which stands for nothing else.
     """
     kind = type(value)
-    if kind is dict:
-        return all(map(_is_of_literals, (*value, *value.values())))
+    if kind in _LITERALS:
+        return value
+    if kind is dict and None not in value and _LITERALS.issuperset(map(type, value)):
+        return {key: _marked(part) for key, part in value.items()}
     if kind in _COLLECTIONS:
-        return all(map(_is_of_literals, value))
-    return kind in _LITERALS or kind.__module__.startswith("PIL.")
+        return kind(map(_marked, value))
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if name == "PIL.TiffImagePlugin.IFDRational":
+        return {None: (name, _marked(value.numerator), _marked(value.denominator))}
+    if name == "PIL.PngImagePlugin.iTXt":
+        return {None: (name, str(value), _marked(value.lang), _marked(value.tkey))}
+    raise ValueError(name)
 
 
 def _value(text: str) -> Any:
     """The value of a literal; new dicts and lists each time."""
-    return ast.literal_eval(text) if len(text) > _SHORT else _fresh(_parsed(text))
+    return _unmarked(ast.literal_eval(text) if len(text) > _SHORT else _parsed(text))
 
 
-def _fresh(value: Any) -> Any:
-    if type(value) is dict:
-        return {key: _fresh(part) for key, part in value.items()}
-    return list(map(_fresh, value)) if type(value) is list else value
+def _unmarked(value: Any) -> Any:
+    kind = type(value)
+    if kind is dict and None in value:
+        name, *parts = value[None]
+        from PIL import PngImagePlugin, TiffImagePlugin
+
+        return PngImagePlugin.iTXt(*parts) if name.endswith("iTXt") else TiffImagePlugin.IFDRational(*parts)
+    if kind is dict:
+        return {key: _unmarked(part) for key, part in value.items()}
+    return kind(map(_unmarked, value)) if kind in _COLLECTIONS else value
 
 
 def image_subclass(cls: type) -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:

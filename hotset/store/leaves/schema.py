@@ -66,6 +66,7 @@ class Schema:
         variable: places of the variable leaves among ``leaves``.
         head: numpy's dtype of what a row begins with, behind its record header.
         has_tail: whether there are variable leaves, so that records of this form may have tails.
+        has_codec: whether a codec makes objects of parts of it.
         copies: whether :meth:`read` makes objects that do not share the buffer's memory but have their own.
     """
 
@@ -74,7 +75,8 @@ class Schema:
         self.leaves: tuple[Leaf, ...] = tuple(leaves_of(tree))
         self.has_tail = any(leaf.fixed_bytes is None for leaf in self.leaves)
         self.variable = [place for place, leaf in enumerate(self.leaves) if leaf.fixed_bytes is None]
-        self.copies = any(isinstance(leaf, TextLeaf) for leaf in self.leaves) or has_codec(tree)
+        self.has_codec = has_codec(tree)
+        self.copies = any(isinstance(leaf, TextLeaf) for leaf in self.leaves) or self.has_codec
         self.offsets, self.stride = self._lay_out()
         self.head = self._head()
 
@@ -251,6 +253,22 @@ class Schema:
                 tails[place] = tail + -(-size // _ALIGN_TAIL) * _ALIGN_TAIL
             found.append(values)
         return build(self.tree, iter(found), len(tails))
+
+    def reread(self, sample: object) -> Any:
+        """The sample as it comes out of a record that was written of it.
+
+        Raises:
+            SchemaMismatch: it does not fit.
+
+        Example:
+            >>> Schema.infer([{"x": 1.5}], keep_order=True).reread({"x": 2.5})
+            {'x': 2.5}
+        """
+        prepared = self.prepare(sample)
+        tail = -(-self.stride // _ALIGN_TAIL) * _ALIGN_TAIL
+        record = bytearray(tail + prepared.tail_bytes)
+        self.write(record, 0, prepared, 0, tail)
+        return self.read(record, 0, [tail])[0]
 
     def outgrown(self, heads: npt.NDArray[np.void], lines: npt.NDArray[Any]) -> npt.NDArray[np.bool_] | None:
         """Which records have leaves that, by their heads, end beyond their tails; None if none have."""
