@@ -35,7 +35,7 @@ def warn_of_order(stream: CachedStream[Any], sampler: Any, batch_size: int | Non
     name = passes.name
     if batch_size is not None and passes.batch_size:
         passes.warn(
-            f"{name} seems to give batches of {passes.batch_size} samples, and the loader makes batches of "
+            f"{name} gives batches of {passes.batch_size} samples, and the loader makes batches of "
             "these; leave batches to the loader, or pass batch_size=None.",
             "batches",
         )

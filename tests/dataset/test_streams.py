@@ -169,6 +169,8 @@ class OfText(IterableDataset[Any]):
 
 
 class Batches(IterableDataset[Any]):
+    batch_size = 16
+
     def __iter__(self) -> Iterator[Any]:
         for start in range(0, 64, 16):
             yield torch.arange(start, start + 16).view(16, 1).float(), torch.arange(start, start + 16)
@@ -1235,11 +1237,12 @@ class TestWrongInput:
             with pytest.warns(hotset.HotsetWarning, match="batch_size=None"):
                 list(hotset.DataLoader(stream, batch_size=2))
 
-    def test_tokens_and_labels_of_one_length_are_no_batch(self) -> None:
+    @pytest.mark.parametrize("shape", [(4,), (4, 3)], ids=["tokens", "trajectories"])
+    def test_sequences_of_one_length_are_no_batches(self, shape: tuple[int, ...]) -> None:
         class Windows(IterableDataset[Any]):
             def __iter__(self) -> Iterator[Any]:
                 for first in range(8):
-                    yield torch.arange(first, first + 4), torch.arange(first + 1, first + 5)
+                    yield torch.full(shape, float(first)), torch.arange(first, first + 4)
 
         with hotset.cache(Windows(), memory="1MiB") as stream, recorded() as told:
             assert len(list(hotset.DataLoader(stream, batch_size=2))) == 4

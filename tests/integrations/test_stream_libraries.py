@@ -92,6 +92,13 @@ class TestWebDataset:
             assert stream.plan.live == ("flipped",)
             assert sorted(labels(hotset.DataLoader(stream, batch_size=4))) == list(range(N))
 
+    def test_batches_that_a_loader_makes_batches_of_are_said(self, shards: str) -> None:
+        with (
+            hotset.cache(pictures(shards).batched(4), memory="4MiB") as stream,
+            pytest.warns(hotset.HotsetWarning, match="gives batches of 4 samples"),
+        ):
+            next(iter(hotset.DataLoader(stream, batch_size=2)))
+
     def test_a_pipeline_with_a_loader_of_its_own(self, shards: str) -> None:
         wds = pytest.importorskip("webdataset")
         expected = [*wds.WebLoader(pictures(shards), batch_size=4, num_workers=1)]

@@ -16,7 +16,15 @@ from torch.utils.data import IterableDataset
 
 from hotset.determinism.objects.code_dependencies import package_of
 
-__all__ = ["has_shuffle", "is_hugging_face", "is_node", "may_reorder", "run", "without_order"]
+__all__ = [
+    "batch_size_of",
+    "has_shuffle",
+    "is_hugging_face",
+    "is_node",
+    "may_reorder",
+    "run",
+    "without_order",
+]
 
 
 def run(stream: Any) -> Iterator[Any]:
@@ -74,6 +82,21 @@ def has_shuffle(stream: Any) -> bool:
     return isinstance(stages, list) and any(
         _is_shuffle(stage) and _buffer_size(stage) > 1 for stage in stages
     )
+
+
+def batch_size_of(stream: Any) -> int:
+    """How many samples the stream says that it puts into each item; 0 if it says nothing.
+
+    Its items do not tell: tokens and their labels, or the steps of a trajectory, have one length, too.
+    """
+    stages = getattr(stream, "pipeline", None)
+    for each in (*(stages if isinstance(stages, list) else ()), stream):
+        if getattr(getattr(each, "f", None), "__name__", "") == "_batched":
+            return int(each.args[0])
+        said = getattr(each, "batch_size", 0)  # a loader may be a stage, too
+        if said and isinstance(said, int):
+            return said
+    return 0
 
 
 def _buffer_size(stage: Any) -> int:

@@ -37,7 +37,7 @@ import numpy as np
 import torch
 
 from hotset._interrupts import own_errors
-from hotset.dataset.streams.libraries import is_hugging_face, may_reorder, run
+from hotset.dataset.streams.libraries import batch_size_of, is_hugging_face, may_reorder, run
 from hotset.determinism.draws import entropy
 from hotset.determinism.draws.rng import GLOBAL, KINDS, Generators, access
 from hotset.determinism.equality import content_digests
@@ -62,7 +62,7 @@ class StreamFacts(NamedTuple):
         entropy: whether reading takes entropy that the first samples do not depend on.
         own: whether a run has generators of its own that are seeded anew each time.
         shuffled: whether another run gives another order.
-        batch_size: how many samples each item seems to hold, if it gives batches; otherwise 0.
+        batch_size: how many samples each item holds, if the stream says so; otherwise 0.
         alone: whether no other process can use the cache.
     """
 
@@ -169,7 +169,8 @@ def probe_stream(stream: Any, name: str, declaration: str | None) -> StreamProbe
     if declaration != "deterministic":
         note, warning, facts = _compared(name, first, second, moved)
     samples = [each.sample for each in first.read[:PLANNED]]
-    facts = facts._replace(batch_size=_batch_size_of(samples))
+    size = batch_size_of(stream)
+    facts = facts._replace(batch_size=size if _are_batches(samples, size) else 0)
     return StreamProbe(samples, first.seconds, facts, note, warning, by_epoch)
 
 
@@ -324,22 +325,16 @@ def _differ(one: list[Any], other: list[Any]) -> bool:
     return [content_digests(each) for each in one] != [content_digests(each) for each in other]
 
 
-def _batch_size_of(samples: list[Any]) -> int:
-    """The length that all arrays of all samples but the last have in common, if one is flat, as labels are,
-    and another is not, as rows are. Tokens and their labels, all flat, are one sequence.
-    """
-    lengths: set[int] = set()
-    flat: set[bool] = set()
+def _are_batches(samples: list[Any], size: int) -> bool:
+    """Whether all arrays and lists of all samples but the last have this length."""
     for sample in samples[:-1]:
         parts = sample.values() if isinstance(sample, dict) else sample
         if not isinstance(parts, (tuple, list)) and not isinstance(sample, dict):
-            return 0
-        arrays = [part for part in parts if isinstance(part, (torch.Tensor, np.ndarray))]
-        if len(arrays) < 2 or any(part.ndim == 0 for part in arrays):
-            return 0
-        lengths.update(len(part) for part in arrays)
-        flat.update(part.ndim == 1 for part in arrays)
-    return lengths.pop() if len(flat) == 2 and len(lengths) == 1 and lengths != {1} else 0
+            return False
+        rows = [part for part in parts if isinstance(part, (torch.Tensor, np.ndarray, list))]
+        if not rows or any(getattr(part, "ndim", 1) == 0 or len(part) != size for part in rows):
+            return False
+    return size > 1
 
 
 def _copy(stream: Any) -> Any:
