@@ -24,6 +24,7 @@ from hotset._warnings import printable
 from hotset.dataset.pipeline import Chain, Pipeline
 from hotset.dataset.planning.call_sites import reaction
 from hotset.dataset.planning.recorder import RecordedSamples, Recorder, find_paths, passes_shared_objects
+from hotset.dataset.planning.source_judgement import DECODED_ALONE
 from hotset.dataset.transform_attributes import TRANSFORM_NAMES, with_transforms
 from hotset.determinism.batch_transform import BatchTransform
 from hotset.determinism.batch_trial import mixed_rows, try_together
@@ -144,10 +145,12 @@ class ChainJudge:
         """
         kept = []
         for number, own in enumerate(found.own):
+            name, chain = self.pipeline.attributes[number]
+            is_list = issubclass(type(chain), (list, tuple))
             why = (
-                f"{self.class_name} gives other samples if its {self.pipeline.attributes[number].name} "
-                "runs after the rest of the reading (it draws numbers itself, sets a seed for it, puts a "
-                "generator back, or looks at what it returns)"
+                f"{self.class_name} gives other samples if its {name} runs after the rest of the reading (it "
+                f"{'does not apply its list in turn, ' if is_list else ''}draws numbers itself, sets a seed "
+                "for it, puts a generator back, or looks at what it returns)"
             )
             can_be_cut = own.calls and not own.whole
             kept.append(self.keep_whole(own, number, why) if can_be_cut else own)
@@ -301,7 +304,7 @@ class ChainJudge:
                 raise NotCacheable(
                     f"{verdict.name} is random ({verdict.evidence}), and {why}, so the chain cannot be cut "
                     "before it, and one draw would be cached; give the chain as transform=[...] to "
-                    "hotset.cache instead, with what the dataset does around it."
+                    f"hotset.cache instead, with what the dataset does around it; or {DECODED_ALONE}."
                 )
         if alters_input(steps, values) and any(
             passes_shared_objects(self.pipeline, index, self._left)[number] for index in self.reads.indices

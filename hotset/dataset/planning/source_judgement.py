@@ -22,8 +22,12 @@ from hotset.determinism.objects.reading_names import reading_code
 from hotset.determinism.objects.safe_access import attributes_of, is_a
 from hotset.errors import NotCacheable
 
-__all__ = ["judge_source", "refuse_if_in_order"]
+__all__ = ["DECODED_ALONE", "judge_source", "refuse_if_in_order"]
 
+# What helps where no part of the samples can be cached.
+DECODED_ALONE = (
+    "keep what its decoder returns, with `hotset run`, which needs no changed line, or with hotset.memo"
+)
 _SEEDS = frozenset({"seed", "manual_seed", "seed_everything", "set_rng_state", "setstate", "set_state"})
 
 
@@ -124,8 +128,8 @@ def _judge(dataset: Any, source: Source, probed: Probe) -> tuple[list[str], bool
     raise NotCacheable(
         f"{kind} returns another sample each time ({'; '.join(seen)}), and a cache would repeat one draw in "
         f"all epochs. {_parts_first(dataset)} the random part to transform=[...], after the part to be "
-        "cached; or keep what its decoder returns, with `hotset run`, which needs no changed line, or with "
-        f"hotset.memo; or, if the differences do not matter, declare it: {declaration_of(dataset)}."
+        f"cached; or {DECODED_ALONE}; or, if the differences do not matter, declare it: "
+        f"{declaration_of(dataset)}."
     )
 
 
@@ -137,12 +141,13 @@ def _parts_first(dataset: Any) -> str:
     if kind is StackDataset:
         return "Cache its parts: StackDataset(hotset.cache(part), ...). Or move"
     held = attributes_of(dataset) or {}
-    name = next((name for name, value in held.items() if is_a(value, Dataset)), None)
+    parts = (name for name, value in held.items() if is_a(value, Dataset) and value is not dataset)
+    name = next(parts, None)
     if name is None or kind is Subset:
         return "Move"
     return (
-        f"If it composes samples of the dataset in its attribute {name!r}, cache that one before it is given "
-        f"to {kind.__name__}: hotset.cache(...). Otherwise move"
+        f"If it composes samples of the dataset in its attribute {name!r}, cache that one alone: "
+        f"dataset.{name} = hotset.cache(dataset.{name}, ...). Otherwise move"
     )
 
 
