@@ -16,8 +16,9 @@ float, complex          the bits
 Decimal                 its text
 other, from Python      nothing: its attributes are children
 weak reference          nothing: it holds no data
+bound method            its function (the object is a child)
 other, from C           its ``==`` decides, or what pickle keeps of it; if it has neither, the user's codec
-                        for what holds it
+                        for what holds it, or what the class of that says that pickle keeps
 ======================  ======================================================================
 
 Attributes are children of tensors, arrays and containers too: that covers a MetaTensor's affine matrix and a
@@ -32,6 +33,7 @@ import contextlib
 import decimal
 import enum
 import hashlib
+import io
 import json
 import reprlib
 import struct
@@ -39,6 +41,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -56,15 +59,17 @@ __all__ = ["array_bytes", "content_digests", "differs", "integers_of"]
 
 Array = npt.NDArray[Any]
 # Compared by their own ==, not by their parts. A path fills its attributes as they are read.
-_CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
+_CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 _WHOLE = (*_CODE, enum.Enum, PurePath)
 _ORDERED = (list, tuple, deque)
 _CONTAINERS = (dict, list, tuple)  # as such, these have no attributes
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 _MANY = 1_000  # values that have one digest together: a vocabulary's would take a minute
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Pairs that were compared, or are being, by their ids: a graph of objects has more paths than nodes.
-_Entered = dict[tuple[int, int], tuple[Any, Any]]
+# Files in memory; other iterators are another one each time.
+_IN_MEMORY = (io.BytesIO, io.StringIO)
+_PICKLED_BY = ("__reduce_ex__", "__reduce__", "__getstate__")
+_MOST_PICKLED = 6  # objects within each other that are compared by what pickle keeps of them
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 60
 
@@ -89,9 +94,11 @@ def differs(a: object, b: object, *, across: bool = False) -> str | None:
         True
     """
     try:
-        return _compare(a, b, "", {}, across)
+        return _compare(a, b, "", _Comparison(across))
     except RecursionError:
         return "nested too deeply to be compared"
+    except own_errors() as error:  # of a stranger's ``==`` or iterator
+        return f"objects of {type(a).__name__} that cannot be compared ({type(error).__name__}: {error})"
 
 
 def content_digests(sample: object) -> dict[str, bytes]:
@@ -107,29 +114,52 @@ def content_digests(sample: object) -> dict[str, bytes]:
         return {}
 
 
-def _compare(a: Any, b: Any, where: str, entered: _Entered, across: bool) -> str | None:
+_Pairs = dict[tuple[int, int], tuple[Any, Any]]
+
+
+@dataclass
+class _Comparison:
+    """What one comparison keeps in mind.
+
+    Attributes:
+        across: see :func:`differs`.
+        pickled: how many objects around these are compared by what pickle keeps of them.
+        entered: pairs that were compared, or are being, by their ids: a graph of objects has more paths than
+            nodes. They stay alive, or other objects would have their ids.
+        unlike: pairs of which pickle keeps different things; as ``entered``.
+    """
+
+    across: bool
+    pickled: int = 0
+    entered: _Pairs = field(default_factory=dict)
+    unlike: _Pairs = field(default_factory=dict)
+
+
+def _compare(a: Any, b: Any, where: str, mind: _Comparison) -> str | None:
     if type(a) is not type(b):
         return _at(where, _two_types(type(a), type(b)))
-    if a is b or _are_same_number_or_text(a, b) or (id(a), id(b)) in entered:
+    if a is b or _are_same_number_or_text(a, b) or (id(a), id(b)) in mind.entered:
         return None
-    found = _difference(a, b, where, entered, across)
-    return None if isinstance(found, _Unknown) and _described_alike(a, b, across) else found
+    found = _difference(a, b, where, mind)
+    if isinstance(found, _Unknown) and (_described_alike(a, b, mind.across) or _says_alike(a, b, mind)):
+        return None
+    return found
 
 
-def _difference(a: Any, b: Any, where: str, entered: _Entered, across: bool) -> str | None:
+def _difference(a: Any, b: Any, where: str, mind: _Comparison) -> str | None:
     """How two nodes of one type differ, themselves or in their children."""
     if type(a) in _CONTAINERS and _are_equal_plain(a, b):
         return None
-    what = _own_difference(a, b)
+    what = _own_difference(a, b, mind)
     if what is not None:
         return _at(where, what)
-    entered[id(a), id(b)] = a, b  # they stay alive, or other objects would have their ids
+    mind.entered[id(a), id(b)] = a, b
     for (label, left), (_, right) in zip(_children(a), _children(b), strict=True):
-        if across and _is_trace_address(a, label):
+        if mind.across and _is_trace_address(a, label):
             continue
-        found = _compare(left, right, where + label, entered, across)
+        found = _compare(left, right, where + label, mind)
         if found is not None:
-            del entered[id(a), id(b)]
+            del mind.entered[id(a), id(b)]
             return found
     return None
 
@@ -175,6 +205,10 @@ def _at(where: str, what: str) -> str:
     return type(what)(f"at {where}: {what}") if where else what
 
 
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+
+
 class _Unknown(str):
     """A phrase about two objects of which only their identity tells whether they are equal."""
 
@@ -190,12 +224,14 @@ def _described_alike(a: object, b: object, across: bool) -> bool:
         return False
 
 
-def _own_difference(a: Any, b: Any) -> str | None:
+def _own_difference(a: Any, b: Any, mind: _Comparison) -> str | None:
     """How two nodes of one type differ, apart from their children."""
     if type(a) in _CONTAINERS:
         return _keys_difference(list(a), list(b)) if type(a) is dict else _length_difference(a, b)
     if is_a(a, _WHOLE):
         return None if a == b else _two(a, b)
+    if is_a(a, types.MethodType):
+        return None if a.__func__ is b.__func__ else _two(a, b)
     if _is_image(a):
         return _image_difference(a, b)
     unpaired = attributes(a).keys() ^ attributes(b).keys()
@@ -219,26 +255,46 @@ def _own_difference(a: Any, b: Any) -> str | None:
         return None if int.__eq__(a, b) else _two(a, b)
     if is_a(a, decimal.Decimal):
         return None if str(a) == str(b) else _two(a, b)  # == ignores zeros and signs, and no NaN equals one
-    if solid_base(type(a)) is object or is_a(a, weakref.ref) or _equal(a, b) or _pickled_alike(a, b):
+    if solid_base(type(a)) is object or is_a(a, weakref.ref) or _equal(a, b):
+        return None
+    if _pickled_alike(a, b, mind):
         return None
     by_identity = getattr(type(a), "__eq__", None) is object.__eq__
-    return _Unknown(_two(a, b)) if by_identity else _two(a, b)
+    return (
+        _Unknown(f"two objects of {_name(type(a))}, which cannot be compared") if by_identity else _two(a, b)
+    )
 
 
 def _length_difference(a: Any, b: Any) -> str | None:
     return None if len(a) == len(b) else f"lengths {len(a)} and {len(b)}"
 
 
-def _pickled_alike(a: object, b: object) -> bool:
+def _says_alike(a: object, b: object, mind: _Comparison) -> bool:
+    """Whether their class says itself what pickle keeps of them, and that is the same of both.
+
+    A table of pandas holds objects that note who shares its memory; the class leaves them out of a pickle.
+    """
+    kind = type(a)
+    own = ((getattr(kind, name, None), getattr(object, name, None)) for name in _PICKLED_BY)
+    return any(method is not objects for method, objects in own) and _pickled_alike(a, b, mind)
+
+
+def _pickled_alike(a: object, b: object, mind: _Comparison) -> bool:
     """Whether pickle keeps the same of both: a table or tokens of a library in C may have no ``==`` but
     their identity. What moves on as it is used is another one each time.
     """
-    if is_a(a, (Iterator, torch.Generator)):
+    if is_a(a, (Iterator, torch.Generator)) and not is_a(a, _IN_MEMORY):
+        return False
+    if mind.pickled >= _MOST_PICKLED or (id(a), id(b)) in mind.unlike:
         return False
     try:
-        return differs(_reduced(a), _reduced(b)) is None
+        inner = replace(mind, pickled=mind.pickled + 1)
+        if _compare(_reduced(a), _reduced(b), "", inner) is None:
+            return True
     except own_errors():  # it cannot be pickled, or only by itself (a RecursionError)
-        return False
+        pass
+    mind.unlike[id(a), id(b)] = a, b
+    return False
 
 
 def _reduced(node: object) -> object:
@@ -263,7 +319,7 @@ def _without_order(state: object) -> object:
 def _equal(a: object, b: object) -> bool:
     try:
         return bool(a == b)
-    except (TypeError, ValueError, RuntimeError):  # == returned an array, or the type does not allow it
+    except own_errors():  # == returned an array, or the type does not allow it
         return False
 
 
@@ -282,6 +338,11 @@ def _children(node: Any) -> Iterator[tuple[str, Any]]:
         names = getattr(type(node), "_fields", None)
         labels = [f".{name}" for name in names] if names else [f"[{i}]" for i in range(len(node))]
         yield from zip(labels, node, strict=True)
+    elif is_a(node, types.MethodType):
+        yield ".__self__", node.__self__
+    elif is_a(node, torch.Tensor) and node.is_nested:
+        yield from ((f"[{i}]", part) for i, part in enumerate(node.unbind()))
+        return
     elif is_a(node, (np.ndarray, np.void)):
         yield from _array_children(np.asarray(node))
     for name, value in sorted(attributes(node).items()):
@@ -315,13 +376,23 @@ def _key(key: Any) -> tuple[type, Any]:
 
 
 def _tensor_difference(a: torch.Tensor, b: torch.Tensor) -> str | None:
-    for name in ("dtype", "layout", "device", "shape", "requires_grad"):
+    # The shape of a nested tensor is that of its parts, which are children.
+    for name in (
+        "dtype",
+        "layout",
+        "device",
+        "requires_grad",
+        "is_nested",
+        *(() if a.is_nested else ("shape",)),
+    ):
         ours, theirs = getattr(a, name), getattr(b, name)
         if ours != theirs:
             return f"{name} {ours} and {theirs}"
+    if a.is_nested:
+        return None if a.size(0) == b.size(0) else f"lengths {a.size(0)} and {b.size(0)}"
     if a.layout is not torch.strided:
         return _tensor_difference(a.to_dense(), b.to_dense())
-    if a.is_quantized or a.is_nested:
+    if a.is_quantized:
         return None if torch.equal(a, b) else "values"
     found = _order_difference(tuple(a.shape), a.stride(), b.stride())
     if found is not None or a.is_meta or not a.numel():

@@ -7,13 +7,16 @@ import dataclasses
 import datetime
 import decimal
 import inspect
+import io
 import math
 import struct
+import threading
 from collections import OrderedDict, defaultdict, namedtuple
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import samples
 import torch
@@ -381,3 +384,70 @@ def test_tensors_of_types_that_torch_cannot_copy_are_compared() -> None:
     assert differs(bits, torch.arange(6, dtype=torch.uint8).view(torch.uint4)) is None
     assert differs(bits, torch.zeros(6, dtype=torch.uint8).view(torch.uint4)) is not None
     assert content_digests([bits]) != content_digests([torch.zeros(6, dtype=torch.uint8).view(torch.uint4)])
+
+
+class Table:
+    """As pandas' tables, whose parts note who shares their memory, and do not pickle that."""
+
+    def __init__(self, part: Any) -> None:
+        self.part, self.sharers = part, threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"part": self.part}
+
+
+def test_what_a_class_leaves_out_of_a_pickle_does_not_count_if_only_identity_tells_it_apart() -> None:
+    assert differs(Table(1), Table(1)) is None
+    assert differs([Table({"x": Table(np.zeros(2))})], [Table({"x": Table(np.zeros(2))})]) is None
+    assert differs(Table(1), Table(2)) == "at .part: 1 and 2"
+    assert differs([Table({"x": Table(np.zeros(2))})], [Table({"x": Table(np.ones(2))})]) is not None
+    made = [pd.DataFrame({"a": [1, 2], "b": ["x", "y"]}) for _ in range(2)]
+    assert differs(*made) is None
+    assert differs(pd.Series([1, 2]), pd.Series([1, 3])) is not None
+
+
+def test_objects_within_each_other_that_pickle_alike_or_not_are_compared_in_time() -> None:
+    def nested(inner: Any) -> Any:
+        for _ in range(60):
+            inner = Table([inner, inner])
+        return inner
+
+    assert differs(nested(1), nested(1)) is None
+    assert differs(nested(threading.Lock()), nested(threading.Lock())) is not None
+
+
+def test_files_in_memory_are_compared_with_their_position() -> None:
+    for make, text in ((io.BytesIO, b"abc"), (io.StringIO, "abc")):
+        left, right = make(text), make(text)  # type: ignore[arg-type]
+        assert differs(left, right) is None
+        assert differs(left, make(text[:2])) is not None  # type: ignore[arg-type]
+        right.read(1)
+        assert differs(left, right) is not None
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_compared_part_by_part() -> None:
+    for layout in (torch.strided, torch.jagged):
+
+        def make(*values: float, layout: torch.layout = layout) -> torch.Tensor:
+            return torch.nested.nested_tensor([torch.ones(2), torch.tensor(values) * 1.0], layout=layout)
+
+        assert differs(make(1, 2, 3), make(1, 2, 3)) is None
+        assert differs(make(1, 2, 3), make(1, 2, 4)) is not None
+        assert differs(make(1, 2, 3), make(1, 2)) is not None
+        assert differs(make(1, 2), make(1, 2).unbind()[0]) is not None
+
+
+def test_bound_methods_are_compared_with_their_objects() -> None:
+    assert differs(Record(1, 2).__eq__, Record(1, 2).__eq__) is None
+    assert differs(Record(1, 2).__eq__, Record(1, 3).__eq__) is not None
+    assert differs(Record(1, 2).__eq__, Record(1, 2).__repr__) is not None
+
+
+class Raises(dict[str, int]):
+    def __iter__(self) -> Any:
+        raise KeyError("no")
+
+
+def test_what_raises_as_it_is_compared_is_said_to() -> None:
+    assert differs(Raises(x=1), Raises(x=1)) == "objects of Raises that cannot be compared (KeyError: 'no')"
