@@ -41,7 +41,7 @@ from hotset.dataset.transform_attributes import TransformAttribute, transform_at
 from hotset.determinism.aliasing import copied, owned
 from hotset.determinism.batch_transform import BatchTransform
 from hotset.determinism.batched import Batched
-from hotset.determinism.chain import Values, applied, cut, leaves
+from hotset.determinism.chain import Values, applied, cut, is_list, leaves
 from hotset.errors import ArgumentError, NotCacheable
 from hotset.store.fill import IN_TURN
 
@@ -551,7 +551,8 @@ def chain_of(transform: Transform | Sequence[Transform] | None) -> tuple[Transfo
     """
     if transform is None:
         return ()
-    parts = tuple(transform) if isinstance(transform, (list, tuple)) else (transform,)
+    given: Any = transform
+    parts: tuple[Transform, ...] = tuple(given) if is_list(given) else (given,)
     for part in leaves(parts):
         if not callable(part):
             raise ArgumentError(f"transform= must be a callable or a list of callables, got {part!r}.")

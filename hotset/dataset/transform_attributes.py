@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import ConcatDataset, Subset
 
 from hotset.dataset.format_transform import format_of
+from hotset.determinism.chain import is_list
 from hotset.determinism.fingerprint.fingerprint import fingerprint
 from hotset.determinism.libraries import torch_nn
 from hotset.determinism.objects.held_values import same_value
@@ -129,7 +130,7 @@ def with_transforms(dataset: Any, chains: Mapping[str, Any]) -> Any:
         if name not in TRANSFORM_NAMES:
             set_attribute(twin, name, chain)
             continue
-        _set(twin, name, type(held)([chain]) if isinstance(held, (list, tuple)) else chain)
+        _set(twin, name, type(held)([chain]) if is_list(held) else chain)
     return twin
 
 
@@ -364,8 +365,14 @@ def _held(dataset: Any, name: str) -> Any | None:
     of_class = issubclass(type(value), (staticmethod, classmethod, property)) or inspect.isfunction(value)
     if of_class and name not in _attributes(dataset):
         return None  # a method called `transform` is not replaced
-    is_chain = callable(value) or (issubclass(type(value), (list, tuple)) and length(value) > 0)
-    return value if is_chain else None
+    return value if callable(value) or (_is_made_of_values(value) and length(value) > 0) else None
+
+
+def _is_made_of_values(value: Any) -> bool:
+    """Whether this is a list of transforms whose class makes another of a list: a named tuple's does not."""
+    kind: Any = type(value)
+    made = kind.__new__ in (list.__new__, tuple.__new__) and kind.__init__ in (list.__init__, tuple.__init__)
+    return is_list(value) and made
 
 
 def _pair(dataset: Any) -> Any | None:

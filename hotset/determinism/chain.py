@@ -27,7 +27,7 @@ from hotset.determinism.libraries.albumentations import takes_keywords, without_
 from hotset.determinism.verdict import library_of, stated
 from hotset.errors import ArgumentError
 
-__all__ = ["Values", "applied", "cut", "leaves", "takes_keywords"]
+__all__ = ["Values", "applied", "cut", "is_list", "leaves", "takes_keywords"]
 
 
 class Values(tuple[Any, ...]):
@@ -48,6 +48,18 @@ def applied(step: Callable[..., Any], value: Any) -> Any:
         return step(value)
     made = step(*value)
     return Values(made) if isinstance(made, tuple) and len(made) == len(value) else made
+
+
+def is_list(chain: Any) -> bool:
+    """Whether this is a list or tuple of transforms, and not a transform whose class derives from one.
+
+    Example:
+        >>> class Sequential(list):
+        ...     def __call__(self, value): ...
+        >>> is_list([abs, len]), is_list(Sequential([abs, len]))
+        (True, False)
+    """
+    return isinstance(chain, (list, tuple)) and not callable(chain)
 
 
 def leaves(chain: Any) -> list[Any]:
@@ -93,7 +105,7 @@ def cut(chain: Any, n: int) -> tuple[list[Callable[..., Any]], list[Callable[...
     if not 0 <= n <= count:
         raise ArgumentError(f"n must be from 0 to {count}, the number of transforms in the chain, got {n}.")
     if n in (0, count):
-        whole = list(chain) if isinstance(chain, (list, tuple)) else [chain]
+        whole = list(chain) if is_list(chain) else [chain]
         before, after = (whole, []) if n == count else ([], whole)
     else:
         before, after = _cut(chain, n, None)
@@ -130,10 +142,10 @@ def _leaves(node: Any, outer: Any) -> list[Any]:
 
 def _children(node: Any, outer: Any) -> Sequence[Any] | None:
     """The children of a container that may be opened where it stands, in ``outer``; None for a leaf."""
-    if isinstance(node, (list, tuple)):
-        return node
+    if is_list(node):
+        return node  # type: ignore[no-any-return]
     library = library_of(node)
-    outer_library = None if isinstance(outer, (list, tuple)) else library_of(outer)
+    outer_library = None if is_list(outer) else library_of(outer)
     if library is None:
         return None
     if outer_library is not None and outer_library.WRAPS_CHILDREN and outer_library is not library:

@@ -12,7 +12,7 @@ import mmap
 import random
 import warnings
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -164,6 +164,61 @@ def test_a_dataset_that_closes_its_file_as_it_goes_closes_it_once(
     gc.collect()
     assert (ClosesItsFile.closed, ClosesItsFile.subclasses) == (0, [])
     assert dataset[3][0] == ord("d")
+
+
+class FromItsEnd(list[Any]):
+    """A transform that is a list of its steps, as imgaug's containers are: it knows how to apply them."""
+
+    def __init__(self, *steps: Any) -> None:
+        super().__init__(steps)
+
+    def __call__(self, picture: torch.Tensor) -> torch.Tensor:
+        for step in reversed(self):
+            picture = step(picture)
+        return picture
+
+
+class Ways(NamedTuple):
+    first: Any
+    second: Any
+
+
+class Transformed(Pictures):
+    def __init__(self, transform: Any) -> None:
+        self.transform = transform
+
+    def __getitem__(self, index: int) -> Any:
+        picture = torch.arange(4.0) + index
+        if isinstance(self.transform, Ways):
+            return self.transform.first(picture), self.transform.second(picture)
+        return self.transform(picture) if callable(self.transform) else picture
+
+
+@pytest.mark.parametrize("last", [noise, torch.neg])
+@pytest.mark.parametrize(("loader", "workers"), all_pairs(LOADERS, (0, 2)))
+def test_a_transform_whose_class_derives_from_list_is_called_as_it_is(
+    loader: str, workers: int, last: Any
+) -> None:
+    def passes(loader: type[DataLoader[Any]], dataset: Any) -> list[Any]:
+        batches = loader(dataset, batch_size=5, num_workers=workers)
+        torch.manual_seed(3), random.seed(4)
+        return [*batches, *batches]
+
+    transform = FromItsEnd(last, FromItsEnd(double, torch.sqrt))
+    expected = passes(DataLoader, Transformed(transform))
+    with hotset.cache(Transformed(transform), memory="1MiB") as cached:
+        equal_batches(passes(LOADERS[loader], cached), expected)
+        assert isinstance(transform[1], FromItsEnd)
+    for given in (transform, [transform]):
+        with hotset.cache(Transformed(None), transform=given, memory="1MiB") as cached:
+            equal_batches(passes(LOADERS[loader], cached), expected)
+
+
+def test_a_named_tuple_of_transforms_is_a_part_of_its_dataset() -> None:
+    dataset = Transformed(Ways(double, torch.neg))
+    with hotset.cache(dataset, memory="1MiB") as cached:
+        equal_batches([cached[index] for index in range(N)], [dataset[index] for index in range(N)])
+        assert cached.stats().misses == N
 
 
 class Numbers(list[float]):

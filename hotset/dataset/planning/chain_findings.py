@@ -28,7 +28,7 @@ from hotset.dataset.planning.source_judgement import DECODED_ALONE
 from hotset.dataset.transform_attributes import TRANSFORM_NAMES, with_transforms
 from hotset.determinism.batch_transform import BatchTransform
 from hotset.determinism.batch_trial import mixed_rows, try_together
-from hotset.determinism.chain import Values, leaves
+from hotset.determinism.chain import Values, is_list, leaves
 from hotset.determinism.declare import declared
 from hotset.determinism.split import Split, split
 from hotset.determinism.trial import alters_input
@@ -146,11 +146,11 @@ class ChainJudge:
         kept = []
         for number, own in enumerate(found.own):
             name, chain = self.pipeline.attributes[number]
-            is_list = issubclass(type(chain), (list, tuple))
+            in_turn = "does not apply its list in turn, " if is_list(chain) else ""
             why = (
                 f"{self.class_name} gives other samples if its {name} runs after the rest of the reading (it "
-                f"{'does not apply its list in turn, ' if is_list else ''}draws numbers itself, sets a seed "
-                "for it, puts a generator back, or looks at what it returns)"
+                f"{in_turn}draws numbers itself, sets a seed for it, puts a generator back, or looks at what "
+                "it returns)"
             )
             can_be_cut = own.calls and not own.whole
             kept.append(self.keep_whole(own, number, why) if can_be_cut else own)
