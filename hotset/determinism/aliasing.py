@@ -38,7 +38,8 @@ import numpy as np
 import torch
 
 from hotset.determinism.objects.object_graph import attributes
-from hotset.determinism.objects.safe_access import loaded_class, set_attribute
+from hotset.determinism.objects.safe_access import dict_of, loaded_class, set_attribute
+from hotset.store.leaves.derived import derived_from
 from hotset.store.leaves.instances import is_plain, slots_of, solid_base
 
 __all__ = ["copied", "owned", "owns_all"]
@@ -254,7 +255,9 @@ def _copy_of_object(
             held = {name: part for name, part in vars(value).items() if name not in vars(made)}
             kept = {name: part for name, part in held.items() if not of_file or type(part) in _ATOM_TYPES}
             vars(made).update(copy.deepcopy(kept, memo))
-        elif is_plain(type(value)):
+        elif dict_of(value) is value:  # a dict whose items are its attributes
+            made.__dict__ = made
+        elif is_plain(type(value)) or derived_from(type(value)) is not None:
             _complete(made, value, memo)
         return made
     except Exception as error:

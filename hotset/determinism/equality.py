@@ -492,15 +492,20 @@ def _image_difference(a: Any, b: Any) -> str | None:
     if (a.mode, a.size) != (b.mode, b.size):
         return f"image {a.mode} {a.size} and image {b.mode} {b.size}"
     pixels = _pixels(a), _pixels(b)  # before the palette, which PIL reads together with the pixels
-    if a.getpalette() != b.getpalette():
+    if _of_picture(a.getpalette) != _of_picture(b.getpalette):
         return "palette"
     return None if pixels[0] == pixels[1] else "pixels"
 
 
 def _pixels(image: Any) -> bytes:
-    """The bytes of a picture; of one whose file is damaged, what Pillow says of it."""
+    found: bytes = _of_picture(image.tobytes)
+    return found
+
+
+def _of_picture(method: Callable[[], Any]) -> Any:
+    """What a method of a picture returns; of one whose file is damaged, what Pillow says of it."""
     try:
-        return image.tobytes()  # type: ignore[no-any-return]
+        return method()
     except own_errors() as error:  # Pillow raises errors of many kinds
         return f"{type(error).__name__}: {error}".encode("utf-8", "replace")
 

@@ -4,9 +4,10 @@ A codec is two functions for one exact type: ``flatten(obj)`` gives a tree of di
 ``unflatten(tree)`` the object again. The built-in ones cover PIL images and image files
 (:mod:`hotset.store.leaves.pictures`), subclasses of both (torchvision's tv_tensors, fastai's types, a user's
 own), MONAI's MetaTensor, numpy's memmap, ordinary types of the standard library (sets, dates, paths, ...),
-and objects of classes written in C of which pickle keeps a state (a fast tokenizer's ``Encoding``). They are
-looked up by the type's module, so that hotset imports no library that the user has not imported already.
-Users add codecs with :func:`register_codec`.
+what is derived from a container (:mod:`hotset.store.leaves.derived`), and objects of classes written in C of
+which pickle keeps a state (a fast tokenizer's ``Encoding``). They are looked up by the type's module, so that
+hotset imports no library that the user has not imported already. Users add codecs with
+:func:`register_codec`.
 
 Nothing is pickled, unless a codec of the user's does so.
 """
@@ -17,6 +18,7 @@ import datetime
 import decimal
 import secrets
 import sys
+import uuid
 import zoneinfo
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
@@ -28,6 +30,7 @@ import numpy as np
 
 from hotset.errors import ArgumentError
 from hotset.store.leaves import pictures
+from hotset.store.leaves.derived import derived_from
 from hotset.store.leaves.instances import state_of
 from hotset.store.leaves.leaf import SchemaMismatch
 from hotset.store.leaves.python_leaves import name_of_type, type_named
@@ -139,10 +142,10 @@ def _without_addresses(part: Any) -> Any:
 
 
 def _subclass(name: str) -> Codec | None:
-    """A codec for a class that was not registered: of tensors or pictures, or one with a state.
+    """A codec for a class that was not registered: a derived one, or one in C with a state.
 
-    An object of a class of tensors or of Pillow's pictures that was made by a ``class`` statement is the
-    tensor or the picture and its attributes.
+    An object of a class of tensors, pictures, containers, ... that was made by a ``class`` statement is the
+    tensor, the picture, the container, ... and its attributes.
     """
     try:
         cls = type_named(name)
@@ -155,7 +158,7 @@ def _subclass(name: str) -> Codec | None:
         # Collating makes a plain tensor of torchvision's.
         stacks = 0 if name.startswith("torchvision.tv_tensors.") else None
         return Codec(name, *tensors_of(cls), stacks)
-    found = pictures.image_subclass(cls) or state_of(cls)
+    found = pictures.image_subclass(cls) or derived_from(cls) or state_of(cls)
     return Codec(name, *found) if found is not None else None
 
 
@@ -266,6 +269,12 @@ _PLAIN: tuple[tuple[type, Callable[[Any], Any], Callable[[Any], Any]], ...] = (
     (datetime.timedelta, _flatten_timedelta, lambda tree: datetime.timedelta(*tree)),
     (decimal.Decimal, str, decimal.Decimal),
     (np.str_, str, np.str_),
+    (np.bytes_, bytes, np.bytes_),
+    (
+        uuid.UUID,
+        lambda value: (value.bytes, value.is_safe),
+        lambda tree: uuid.UUID(bytes=tree[0], is_safe=tree[1]),
+    ),
     *((kind, str, kind) for kind in (PurePosixPath, PureWindowsPath, PosixPath)),
 )
 

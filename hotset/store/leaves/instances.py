@@ -25,7 +25,17 @@ from typing import Any
 
 from hotset.store.leaves.leaf import SchemaMismatch
 
-__all__ = ["is_plain", "make_instance", "plain_attributes", "slots_of", "solid_base", "state_of"]
+__all__ = [
+    "dict_of_object",
+    "is_plain",
+    "make_instance",
+    "own_attributes",
+    "plain_attributes",
+    "set_attributes",
+    "slots_of",
+    "solid_base",
+    "state_of",
+]
 
 _HEAP_TYPE = 1 << 9
 # Bytes of an object's state. One with more is something that samples refer to, as a tokenizer.
@@ -80,11 +90,11 @@ def slots_of(value: object) -> dict[str, types.MemberDescriptorType]:
     return found
 
 
-def _dict_of(value: object) -> dict[str, Any] | None:
+def dict_of_object(value: object) -> dict[str, Any] | None:
     """The ``__dict__`` of an object, itself: not what its class shows in its place."""
     for cls in type(value).__mro__:
         member = vars(cls).get("__dict__")
-        if isinstance(member, types.GetSetDescriptorType):
+        if isinstance(member, (types.GetSetDescriptorType, types.MemberDescriptorType)):
             return member.__get__(value)  # type: ignore[no-any-return]
     return None
 
@@ -102,13 +112,19 @@ def plain_attributes(value: object) -> dict[str, Any] | None:
     """
     if not is_plain(type(value)):
         return None
-    found: dict[str, Any] = dict(_dict_of(value) or ())
+    found = own_attributes(value)
+    return found if found and all(type(name) is str for name in found) else None
+
+
+def own_attributes(value: object) -> dict[str, Any]:
+    """What an object holds in its ``__dict__`` and in slots of its own, by name."""
+    found: dict[str, Any] = dict(dict_of_object(value) or ())
     for name, slot in slots_of(value).items():
         try:
             found[name] = slot.__get__(value)
         except AttributeError:  # it is unset
             continue
-    return found if found and all(type(name) is str for name in found) else None
+    return found
 
 
 def is_plain(cls: type[Any]) -> bool:
@@ -122,15 +138,24 @@ def is_plain(cls: type[Any]) -> bool:
 def make_instance(cls: type[Any], names: Iterable[str], values: Iterable[Any]) -> Any:
     """An object of a plain class with these attributes; none of the class's code runs."""
     made: Any = object.__new__(cls)
-    slots, held = slots_of(made), _dict_of(made)
-    for name, value in zip(names, values, strict=True):
+    set_attributes(made, zip(names, values, strict=True))
+    return made
+
+
+def set_attributes(made: object, held: Iterable[tuple[str, Any]]) -> None:
+    """Set attributes of an object where they lie.
+
+    Raises:
+        ValueError: its class has no place for one.
+    """
+    slots, own = slots_of(made), dict_of_object(made)
+    for name, value in held:
         if name in slots:
             slots[name].__set__(made, value)
-        elif held is not None:
-            held[name] = value
+        elif own is not None:
+            own[name] = value
         else:
-            raise ValueError(f"{cls.__qualname__} has no attribute {name}")
-    return made
+            raise ValueError(f"{type(made).__qualname__} has no attribute {name}")
 
 
 def state_of(cls: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:

@@ -45,8 +45,13 @@ class _Inference:
         self._held = 0  # values in objects
         self._count = 0  # values in all
 
-    def node(self, value: object, where: str, holder: _Holder | None = None) -> Node:
-        """The tree of a part of the sample, at ``where`` in it, that ``holder`` holds, if an object does."""
+    def node(
+        self, value: object, where: str, holder: _Holder | None = None, *, of_codec: bool = False
+    ) -> Node:
+        """The tree of a part of the sample, at ``where`` in it, that ``holder`` holds, if an object does.
+
+        Of what a codec made of an object, the places in a list or tuple say nothing to the user.
+        """
         place = where or "the sample"
         self._count += 1
         if self._count > _MOST_VALUES:
@@ -60,14 +65,14 @@ class _Inference:
                 leaf.check(value)  # what a kind cannot hold (an int of 100 bits) shows here
                 return leaf
             codec = codec_of(value)
-            if codec is not None:
-                child = self.node(codec.flatten(value), where, holder)
-                return Group("object", (), (child,), None, codec.name)
+            flat = codec.flatten(value) if codec is not None else None
         except SchemaMismatch as mismatch:
             raise SchemaMismatch(f"{place}: {mismatch}") from None
+        if codec is not None:
+            return Group("object", (), (self.node(flat, where, holder, of_codec=True),), None, codec.name)
         parts = parts_of(value)
         if parts is not None:
-            return self._container(value, *parts, where, holder)
+            return self._container(value, *parts, where, holder, of_codec)
         if isinstance(value, enum.Enum):
             leaf = EnumLeaf(type(value))
             leaf.check(value)
@@ -82,6 +87,7 @@ class _Inference:
         parts: list[Any],
         where: str,
         holder: _Holder | None,
+        of_codec: bool,
     ) -> Group:
         place = where or "the sample"
         if not all(map(_is_key, keys)):
@@ -95,10 +101,10 @@ class _Inference:
         if holder is not None:
             self._enter(value, len(parts), place)
         self._met[id(value)] = value
-        children = tuple(
-            self.node(part, f"{where}[{key!r}]", holder)
-            for key, part in zip(keys or range(len(parts)), parts, strict=True)
-        )
+        places = [f"{where}[{key!r}]" for key in keys or range(len(parts))]
+        if of_codec and kind in ("list", "tuple"):
+            places = [where] * len(parts)
+        children = tuple(self.node(part, at, holder) for at, part in zip(places, parts, strict=True))
         return Group(kind, keys, children, type(value) if kind in ("namedtuple", "instance") else None)
 
     def _enter(self, value: object, count: int, place: str) -> None:
