@@ -6,7 +6,8 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from helpers import equal_batches, recorded
 from PIL import Image
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import hotset
 
@@ -152,6 +153,35 @@ class TestHuggingFace:
         assert sorted(numbers[0] + numbers[1]) == list(range(N))
         one.close()
         other.close()
+
+
+class Epochs(IterableDataset[Any]):
+    """As a StreamingDataset of MosaicML's: shuffled by a count of epochs that all of its processes share."""
+
+    def __init__(self) -> None:
+        self.count = torch.zeros(1, dtype=torch.int64).share_memory_()
+        self.lock = threading.Lock()  # with which it cannot be copied
+
+    @property
+    def next_epoch(self) -> int:
+        return int(self.count)
+
+    @next_epoch.setter
+    def next_epoch(self, epoch: int) -> None:
+        self.count.fill_(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(N, generator=torch.Generator().manual_seed(self.next_epoch))
+        self.next_epoch += 1
+        yield from order.tolist()
+
+
+@pytest.mark.filterwarnings("ignore:Epochs may give:hotset.HotsetWarning")
+def test_a_look_at_a_stream_of_mosaicml_is_no_epoch_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Epochs, "__module__", "streaming.base.dataset")
+    expected = list(DataLoader(Epochs(), batch_size=4))
+    with hotset.cache(Epochs(), memory="1MiB", key="epochs") as stream:
+        equal_batches(list(hotset.DataLoader(stream, batch_size=4)), expected)
 
 
 class TestNodes:

@@ -4,11 +4,13 @@
 torchdata's nodes       iterators that ``reset()`` begins anew; they do not divide themselves among workers
 WebDataset              its stages are a list, and its shuffles may be left out of a copy
 Hugging Face            a stream may hold one rank's share; an epoch changes the order alone
+MosaicML's streaming    counts its epochs, by which it shuffles, in memory that all of its processes share
 ======================  ==================================================================================
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +20,7 @@ from hotset.determinism.objects.code_dependencies import package_of
 
 __all__ = [
     "batch_size_of",
+    "epoch_kept",
     "has_shuffle",
     "is_hugging_face",
     "is_node",
@@ -42,6 +45,19 @@ def is_node(stream: Any) -> bool:
     return (
         isinstance(stream, Iterator) and hasattr(stream, "reset") and not isinstance(stream, IterableDataset)
     )
+
+
+@contextlib.contextmanager
+def epoch_kept(stream: Any) -> Iterator[None]:
+    """Let runs of MosaicML's stream count for nothing; a copy of it would share its count of epochs."""
+    if not _is_of("streaming", stream) or not hasattr(stream, "next_epoch"):
+        yield
+        return
+    epoch = stream.next_epoch
+    try:
+        yield
+    finally:
+        stream.next_epoch = epoch
 
 
 def without_order(stream: Any) -> Any:

@@ -37,7 +37,7 @@ import numpy as np
 import torch
 
 from hotset._interrupts import own_errors
-from hotset.dataset.streams.libraries import batch_size_of, is_hugging_face, may_reorder, run
+from hotset.dataset.streams.libraries import batch_size_of, epoch_kept, is_hugging_face, may_reorder, run
 from hotset.determinism.draws import entropy
 from hotset.determinism.draws.rng import GLOBAL, KINDS, Generators, access
 from hotset.determinism.equality import content_digests
@@ -154,16 +154,17 @@ def probe_stream(stream: Any, name: str, declaration: str | None) -> StreamProbe
         )
     plain = _copy(stream)
     generators = Generators([plain])
-    try:
-        first = _first_samples(plain)
-        if not first.read:
-            raise ArgumentError(f"{name} must give at least one sample, got none; check its files.")
-        moved = generators.any_moved
-        # Generators go on from where the first run left them: a stream that draws differs.
-        second = _first_samples(plain, most=len(first.read))
-        by_epoch = declaration is None and plain is not stream and _depends_on_epoch(plain, first.read)
-    finally:
-        generators.restore()
+    with epoch_kept(plain):
+        try:
+            first = _first_samples(plain)
+            if not first.read:
+                raise ArgumentError(f"{name} must give at least one sample, got none; check its files.")
+            moved = generators.any_moved
+            # Generators go on from where the first run left them: a stream that draws differs.
+            second = _first_samples(plain, most=len(first.read))
+            by_epoch = declaration is None and plain is not stream and _depends_on_epoch(plain, first.read)
+        finally:
+            generators.restore()
     note, warning = "the stream is declared deterministic", None
     facts = StreamFacts(shuffled=not _are_alike(first, second))
     if declaration != "deterministic":
