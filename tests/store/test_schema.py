@@ -1169,3 +1169,22 @@ def test_lists_of_numbers_may_vary_in_length() -> None:
     schema = Schema.infer(lists, keep_order=True)
     comes_out(schema, *lists, [1.0], [])
     assert len(schema.leaves) == 1
+
+
+def test_graphs_of_pytorch_geometric_come_out_with_storages_of_their_own() -> None:
+    data = pytest.importorskip("torch_geometric.data")
+    graphs = [data.Data(x=torch.ones(nodes, 2), edge_index=torch.zeros(2, 3)) for nodes in (2, 3)]
+    for number, graph in enumerate(graphs):
+        graph.name = f"graph {number}"
+    schema = Schema.infer(graphs, keep_order=True)
+    comes_out(schema, *graphs)
+    [found] = records(schema, [graphs[1]])
+    found.extra = 3
+    assert (found._store._parent() is found, found.num_nodes, found.to_dict()["extra"]) == (True, 3, 3)
+    typed = data.HeteroData()
+    typed["paper"].x, typed["paper", "cites", "paper"].edge_index = torch.ones(2, 3), torch.zeros(2, 4)
+    comes_out(Schema.infer([typed], keep_order=True), typed)
+    foreign = data.Data(x=torch.ones(2, 2))
+    vars(foreign)["_store"] = graphs[0]._store
+    with pytest.raises(SchemaMismatch, match="a Data with a storage of another graph"):
+        Schema.infer([foreign], keep_order=True)

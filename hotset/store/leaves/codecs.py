@@ -3,11 +3,11 @@
 A codec is two functions for one exact type: ``flatten(obj)`` gives a tree of dicts, lists, tuples and leaves;
 ``unflatten(tree)`` the object again. The built-in ones cover PIL images and image files
 (:mod:`hotset.store.leaves.pictures`), subclasses of both (torchvision's tv_tensors, fastai's types, a user's
-own), MONAI's MetaTensor, numpy's memmap, ordinary types of the standard library (sets, dates, paths, ...),
-what is derived from a container (:mod:`hotset.store.leaves.derived`), and objects of classes written in C of
-which pickle keeps a state (a fast tokenizer's ``Encoding``). They are looked up by the type's module, so that
-hotset imports no library that the user has not imported already. Users add codecs with
-:func:`register_codec`.
+own), MONAI's MetaTensor, PyTorch Geometric's graphs (:mod:`hotset.store.leaves.graphs`), numpy's memmap,
+ordinary types of the standard library (sets, dates, paths, ...), what is derived from a container
+(:mod:`hotset.store.leaves.derived`), and objects of classes written in C of which pickle keeps a state (a
+fast tokenizer's ``Encoding``). They are looked up by the type's module, so that hotset imports no library
+that the user has not imported already. Users add codecs with :func:`register_codec`.
 
 Nothing is pickled, unless a codec of the user's does so.
 """
@@ -31,6 +31,7 @@ import numpy as np
 from hotset.errors import ArgumentError
 from hotset.store.leaves import pictures
 from hotset.store.leaves.derived import derived_from
+from hotset.store.leaves.graphs import graphs_of
 from hotset.store.leaves.instances import state_of
 from hotset.store.leaves.leaf import SchemaMismatch
 from hotset.store.leaves.python_leaves import name_of_type, type_named
@@ -158,7 +159,7 @@ def _subclass(name: str) -> Codec | None:
         # Collating makes a plain tensor of torchvision's.
         stacks = 0 if name.startswith("torchvision.tv_tensors.") else None
         return Codec(name, *tensors_of(cls), stacks)
-    found = pictures.image_subclass(cls) or derived_from(cls) or state_of(cls)
+    found = pictures.image_subclass(cls) or graphs_of(cls) or derived_from(cls) or state_of(cls)
     return Codec(name, *found) if found is not None else None
 
 
