@@ -11,6 +11,7 @@ import functools
 import gc
 import importlib
 import logging
+import multiprocessing
 import os
 import re
 import sys
@@ -40,6 +41,9 @@ from session_places import own_runtime
 from benchmarks.operators import define_torchvision_operators
 
 define_torchvision_operators()
+# From Python 3.14 on, workers are no forks of the main process. Most tests' datasets are classes within a
+# function, which only a fork can have; those of other start methods name them.
+multiprocessing.set_start_method("fork", force=True)
 # torch notes a traceback of all of pytest whenever it seeds a device that is not there: a quarter of what a
 # loader's worker takes.
 for device in (torch.cuda, torch.xpu, torch.mtia):

@@ -33,7 +33,7 @@ class Environment(NamedTuple):
 
 ENVIRONMENTS = {
     "oldest": Environment((3, 10), "tests/constraints/oldest.txt"),
-    "newest": Environment((3, 13), "tests/constraints/newest.txt"),
+    "newest": Environment((3, 14), "tests/constraints/newest.txt"),
 }
 
 

@@ -104,6 +104,7 @@ class SampleAccess:
         self.warn: Callable[..., None] = Warner()
         self.uncached = 0
         self.draws = False
+        self._served = 0, 0  # by the store, when that was looked at last: it is gone after close()
 
     # ---- the store -----------------------------------------------------------------------------------
 
@@ -372,11 +373,12 @@ class SampleAccess:
 
     def served(self) -> tuple[int, int]:
         """Hits and misses so far, over all processes."""
-        store = self.store
-        if store is None:
-            return 0, self.uncached
-        sums = store.segment.slots.sum(axis=0).tolist()
-        return sums[Slot.HITS] + sums[Slot.PEER_HITS], sums[Slot.MISSES]
+        store = self.any_store
+        if store is not None:
+            sums = store.segment.slots.sum(axis=0).tolist()
+            self._served = sums[Slot.HITS] + sums[Slot.PEER_HITS], sums[Slot.MISSES]
+        hits, misses = self._served
+        return hits, misses + self.uncached
 
     def stats(self) -> Stats:
         """What the cache holds and has served, over all processes."""
@@ -512,6 +514,7 @@ class SampleAccess:
 
     def close(self) -> None:
         """Detach from the cache; samples come from the source from then on."""
+        self.served()
         if self.window is not None:
             self.window.close()
         if self.remote is not None:

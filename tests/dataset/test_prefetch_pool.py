@@ -599,7 +599,7 @@ def _program(body: str) -> Iterator[subprocess.Popen[str]]:
         signal.signal(signal.SIGTERM, lambda *_: None)  # a handler that helpers must not inherit
         schema = Schema.infer([image_and_label(0), image_and_label(1)], keep_order=True)
         store = Store.create(schema, 9, 1 << 20, about={"name": "test"})
-        pool = PrefetchPool(store, read, processes=2)
+        pool = PrefetchPool(store, read, processes=2, context="fork")  # no file holds this program
         pool.request(ids(range(9)))
         """)
     environment = {**os.environ, "PYTHONPATH": str(TESTS), "PYTHONWARNINGS": "error"}

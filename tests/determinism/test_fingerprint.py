@@ -221,7 +221,7 @@ def zoo() -> dict[str, Any]:
         "cycle": ring(),
         "generators": [np.random.default_rng(), torch.Generator(), np.random.RandomState()],
         "no identity": [threading.Lock(), threading.local(), queue.Queue(), logging.getLogger("x"), object()],
-        "iterators": [itertools.count(3), iter([1, 2])],
+        "iterators": [iter([1, 2]), *([itertools.count(3)] if sys.version_info < (3, 14) else [])],
         "module object": [math, types, np],
     }
 
@@ -785,6 +785,12 @@ def test_an_object_that_cannot_be_described_makes_the_fingerprint_unique_and_is_
     seen = fingerprint({"a": generator})
     assert seen.unknowns == ("a builtins.generator could not be described",)
     assert fingerprint({"a": generator}).digest != seen.digest
+
+
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="tells by pickle how far it has come")
+def test_how_far_an_iterator_has_come_is_not_known_from_python_3_14_on() -> None:
+    seen = fingerprint(itertools.count(3))
+    assert seen.unknowns == ("a itertools.count could not be described",)
 
 
 def test_objects_nested_too_deep_are_not_described_and_that_is_noted() -> None:

@@ -74,3 +74,18 @@ def test_a_pass_that_was_broken_off_leaves_no_sizes_of_its_batches_to_the_next()
             next(batches)
     assert loader.last_epoch is not None
     assert (loader.last_epoch.batches, loader.last_epoch.samples) == (3, 12)
+
+
+def test_a_cache_that_is_closed_in_mid_pass_has_served_what_came_before() -> None:
+    cached = hotset.cache(TensorDataset(torch.arange(64)), memory="1MiB", transform=[torch.nn.Identity()])
+    loader = hotset.DataLoader(cached, batch_size=4)
+    for _ in range(3):
+        list(loader)
+    batches = iter(loader)
+    for _ in range(4):
+        next(batches)
+    assert loader.last_epoch is not None
+    assert loader.last_epoch.hit_rate == 1.0
+    cached.close()
+    list(batches)
+    assert 0.25 <= loader.last_epoch.hit_rate <= 0.5, "some may have been gathered ahead"

@@ -375,6 +375,24 @@ class TestCommand:
         assert done.returncode == 3, done.stderr
         assert json.loads(done.stdout)["run"]["bytes"] == pytest.approx(1000 * 2000 * 3, rel=0.1)
 
+    @pytest.mark.chaos  # each worker of the program imports torch
+    def test_a_program_whose_workers_are_no_forks_is_tried(self, tmp_path: Path) -> None:
+        Image.fromarray(np.zeros((64, 64, 3), np.uint8)).save(tmp_path / "picture.png")
+        read = f"""
+        picture = numpy.asarray(Image.open("{tmp_path}/picture.png"))
+        return torch.from_numpy(picture[:2, :2].astype("float32")).mean() + torch.zeros(4)"""
+        program = training(pause=0.0, epochs=3, workers=1).replace("import sys", "import numpy, sys")
+        program = program.replace("class Rows", "from PIL import Image\nclass Rows")
+        program = program.replace("        return torch.full((4,), float(index)) ", read.lstrip("\n"))
+        program = program.replace("num_workers=1", 'num_workers=1, multiprocessing_context="forkserver"')
+        path = tmp_path / "train.py"
+        path.write_text(program)
+        done = doctor("--json", "--keep", "--seconds", "6", "--", sys.executable, str(path))
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert not any("hotset run" in sentence for sentence in found["unknown"])
+        assert any(one["line"] == "persistent_workers=True" for one in found["advice"])
+
     def test_random_samples_are_no_promise_and_the_reason_is_told(self) -> None:
         found, _ = judged(training(more="+ torch.rand(4)"), *BRIEFLY)
         assert found["cached"]["samples_per_second"] is None
@@ -526,6 +544,24 @@ def test_what_a_librarys_loader_sets_by_itself_is_named_where_another_takes_its_
     }
     assert notes[0] == ["from the second epoch on"]
     assert notes[2] == [f"from the second epoch on; with {' and '.join(given)}, as the program's loader has"]
+
+
+def test_what_workers_take_to_start_is_advised_to_be_spent_once() -> None:
+    """Epochs of 3,200 samples take 6.4 s, and half a second of that to start workers."""
+
+    def rates(**start: Any) -> dict[str, float]:
+        beside = {**tried(500.0, 4e-3), "start": 0.5 / 3_200}
+        trial = {**seen().trial, "loaders": {**seen().trial["loaders"], "plain-2": beside}, **start}
+        short = seen(epoch_samples=3_200.0, length=3_200, first_wait=4.0, trial=trial)
+        return {one.line: one.samples_per_second for one in judge(short, "p", cores=2).advised}
+
+    forked, spawned = rates(), rates(forks=False)
+    assert forked["persistent_workers=True"] == pytest.approx(3_200 / 5.9, rel=1e-3)
+    # Until the first batch they take 4 s. The trial's forks take 0.5 s, and 64 samples 0.256 s.
+    assert spawned["persistent_workers=True"] == pytest.approx(3_200 / (6.4 - 3.744), rel=1e-3)
+    assert 3_200 / spawned["hotset run -- p"] == pytest.approx(
+        3_200 / forked["hotset run -- p"] + 3.244, rel=1e-3
+    )
 
 
 def test_a_program_that_others_hold_up_is_not_promised_that_workers_end_it() -> None:

@@ -122,8 +122,8 @@ class StreamSource(Dataset[Any]):
         position, part = divmod(sample, self._hotset_parts)
         worker = part % self._hotset_workers
         self._hotset_warn(
-            f"a recorded sample of {self.name} was lost, and the stream is run up to it, which takes long; "
-            "look at the disk or the session that held it.",
+            f"a recorded sample of {self.name} is no longer in the cache, and the stream is run up to it, "
+            "which takes long; the cache was closed, its session was destroyed, or its disk is damaged.",
             "lost",
         )
         samples, at = self._hotset_runs.pop(part, (iter(()), position + 1))

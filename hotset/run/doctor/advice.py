@@ -130,6 +130,7 @@ class _Model:
         self._release = [0.0 if row is None else row["release"] for row in (without, beside)]
         self._step = _longer(seen.step, -self._release[seen.workers > 0]) if seen.step_drops else seen.step
         self._start = 0.0 if beside is None else beside["start"] / max(seen.workers, 1)  # of each worker
+        self._later = _start_beyond_forks(seen, beside)
         self.modelled = self._plain(seen.workers)
         measured = seen.rate / seen.ranks
         # Where the program is slower than that, other programs may hold it up: they would with other workers,
@@ -141,13 +142,19 @@ class _Model:
         if workers == 0 and self._without is not None:
             loader = self._without
         rate = training_rate(loader, _longer(self._step, self._release[workers > 0]), self.cores)
-        return with_start(rate, workers * self._start)
+        return with_start(rate, workers * self._start + (workers > 0) * self._later)
 
     def plain(self, workers: int) -> float:
         """Samples a second of a rank, with torch's loader."""
         if workers == self.seen.workers:
             return self.seen.rate / self.seen.ranks
         return min(self.factor * self._plain(workers), self.limit)
+
+    def persistent(self) -> float:
+        """Samples a second of a rank whose workers are started once, and not for each pass."""
+        seconds = self.seen.ranks / self.seen.rate
+        started = self.seen.workers * self._start + (self.seen.workers > 0) * self._later
+        return min(1.0 / max(seconds - started, 0.1 * seconds), self.limit)
 
     @property
     def is_missed(self) -> bool:
@@ -230,7 +237,20 @@ class _Model:
         missed = (
             1.0 / row["training"] - 1.0 / training_rate(hits, step, self.cores) if row["training"] else 0.0
         )
-        return min(1.0 / max(1.0 / training_rate(loader, step, self.cores) + fits * missed, 1e-9), self.limit)
+        seconds = 1.0 / training_rate(loader, step, self.cores) + fits * missed + (workers > 0) * self._later
+        return min(1.0 / max(seconds, 1e-9), self.limit)
+
+
+def _start_beyond_forks(seen: Observed, beside: dict[str, float] | None) -> float:
+    """What workers that are no forks of the program take longer to start, in seconds a sample of a pass.
+
+    Args:
+        beside: what was tried of the program's loader, with forks.
+    """
+    if seen.trial.get("forks", True) or beside is None or not seen.epoch_samples:
+        return 0.0
+    forked = beside["start"] * seen.epoch_samples + seen.batch_size * (seen.fetch.cpu + seen.fetch.blocked)
+    return max(seen.first_wait - forked, 0.0) / seen.epoch_samples
 
 
 def _longer(step: Step, seconds: float) -> Step:
@@ -265,7 +285,8 @@ def _predict(model: _Model) -> Prediction:
 
 
 def _advise(model: _Model, command: str) -> list[Advice]:
-    found = [*_of_workers(model), *_of_run(model, command), *_of_cache(model), *_of_earlier(model)]
+    found = [*_of_workers(model), *_of_starts(model)]
+    found += [*_of_run(model, command), *_of_cache(model), *_of_earlier(model)]
     best = max((one.samples_per_second for one in found), default=0.0)
 
     def rank(one: Advice) -> tuple[float, float]:
@@ -290,6 +311,17 @@ def _of_workers(model: _Model) -> list[Advice]:
     if seen.length is None:
         note = "a stream needs as many shards as workers, and gives its samples in another order"
     return [_advice(model, f"num_workers={workers}", model.plain(workers), size, note)]
+
+
+def _of_starts(model: _Model) -> list[Advice]:
+    """With workers that stay for all epochs."""
+    if not model.seen.workers or not model.seen.rate:
+        return []
+    note = (
+        "workers are started once; from the second epoch on random transforms draw other numbers, and the "
+        "workers do not see what the program changes in the dataset"
+    )
+    return [_advice(model, "persistent_workers=True", model.persistent(), 0.0, note)]
 
 
 def _of_run(model: _Model, command: str) -> list[Advice]:

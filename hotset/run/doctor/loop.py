@@ -517,6 +517,8 @@ class LoaderSettings(NamedTuple):
     """Of a pass with the same workers; None for a pass without end."""
     order: Any
     """The batch sampler."""
+    forks: bool = True
+    """Whether its workers, if it has some, are forks of the program."""
 
     @classmethod
     def of(cls, iterator: Any, facts: dict[str, Any]) -> LoaderSettings:
@@ -526,4 +528,6 @@ class LoaderSettings(NamedTuple):
             size = _DEFAULT_BATCH  # a batch sampler of the user's own
         init = getattr(iterator, "_worker_init_fn", None)
         batches = None if getattr(iterator, "_persistent_workers", False) else _length(iterator)
-        return cls(iterator._dataset, facts["workers"], size, collate, init, batches, iterator._index_sampler)
+        forks = all(worker._popen.method == "fork" for worker in getattr(iterator, "_workers", ()))
+        order = iterator._index_sampler
+        return cls(iterator._dataset, facts["workers"], size, collate, init, batches, order, forks)

@@ -54,8 +54,13 @@ def seconds_of(usual: float) -> float:
 
 
 def arguments_of(settings: LoaderSettings, workers: int) -> dict[str, Any]:
-    """A loader's arguments, as the program has them, but for its batches and its number of workers."""
-    more = {"worker_init_fn": settings.worker_init_fn, "timeout": WORKER_SECONDS} if workers else {}
+    """A loader's arguments, as the program has them, but for its batches and its number of workers.
+
+    Workers are forks, whatever the program's are: others know nothing of the trial, and the server that forks
+    them is no child of the process that tries. What the program's take longer to start is added later.
+    """
+    forks = {"multiprocessing_context": "fork", "timeout": WORKER_SECONDS}
+    more = {"worker_init_fn": settings.worker_init_fn, **forks} if workers else {}
     return {"num_workers": workers, "collate_fn": settings.collate_fn, **more}
 
 
@@ -131,7 +136,6 @@ class MeasuredLoader:
             dataset,
             batch_size=self._batch_size,
             sampler=_order(settings, len(dataset), batches * self._batch_size),
-            multiprocessing_context="fork" if workers else None,
             drop_last=True,
             **arguments_of(settings, workers),
         )

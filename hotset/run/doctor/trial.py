@@ -8,6 +8,7 @@ the program's own workers stopped, and writes one dictionary, on a line for each
 ``plan``    of :func:`hotset.cache` over the whole dataset, as its ``plan.to_dict()`` gives it
 ``refused`` in place of it, the sentence with which hotset.cache refuses
 ``late``    whether that is because the trial did not come to its end
+``forks``   whether the program's workers are forks of it, as those of the trial are
 ``given``   arguments of the program's loader that it, or a library's own kind of loader, has set
 ``loaders`` rates of loaders by themselves: ``cached-N`` with N workers over samples that are in the cache,
             ``torch-N`` torch's over these, with the program's N workers; ``plain-N`` torch's over the
@@ -161,7 +162,12 @@ def _tried(
     settings: LoaderSettings, step: StepLength | None, drops: bool, decodes: bool
 ) -> Iterator[dict[str, Any]]:
     """What is known so far, once more after what may take too long."""
-    found: dict[str, Any] = {"given": _given(settings), "loaders": {}, "failed": {}}
+    found: dict[str, Any] = {
+        "forks": settings.forks,
+        "given": _given(settings),
+        "loaders": {},
+        "failed": {},
+    }
     if settings.batch_size is None:
         found["refused"] = (
             "the loader has batch_size=None: rates of samples cannot be told from rates of batches"
