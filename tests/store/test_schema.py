@@ -707,6 +707,13 @@ UNCACHEABLE: list[tuple[Any, str]] = [
         "['b'][0]: the same object of builtins.dict",
     ),
     (_layers(), "['left']"),
+    ([twice := Attributed(x=1), twice], "[1]: the same object of test_schema.Attributed again"),
+    (_set(Rows(), a=(rows := [1]), b=rows), "['b']: the same object of builtins.list again"),
+    (
+        [Attributed(x=[threading.Lock()])],
+        "[0]: an object of test_schema.Attributed, whose ['x'][0] is one of _thread.lock; "
+        "hotset.register_codec makes it cacheable, or return a dict of it",
+    ),
     (
         [_set(Features(1), lock=threading.Lock())],
         "[0]: an object of test_schema.Features, whose ['lock'] is one of _thread.lock; hotset.register_",
@@ -771,6 +778,7 @@ ORDINARY: dict[str, list[Any]] = {
     "dicts that are their attributes": [Options(x=1, y=[3]), Options(x=2, y=[4])],
     "lists of a class": [_set(Rows([1, 2]), sep=","), _set(Rows([3, 4]), sep=";")],
     "tuples of a class": [Pair((1, torch.zeros(2))), Pair((3, torch.ones(2)))],
+    "texts of a class, twice": [[word := _set(Word("a"), line=3), word], [word, word]],
     "texts of a class": [_set(Word("a"), line=3), _set(Word("b"), line=4)],
     "numbers of a class": [Pixels(3), Pixels(4)],
     "namespaces": [SimpleNamespace(x=1, y=[torch.ones(2)]), SimpleNamespace(x=2, y=[torch.zeros(2)])],

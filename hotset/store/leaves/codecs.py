@@ -51,12 +51,14 @@ class Codec:
         flatten: object to tree; may raise SchemaMismatch for an object that could not come back as it was.
         unflatten: tree to object; the arrays in it are the object's own.
         stacks: which part of the tree ``default_collate`` stacks to a plain tensor; None if it needs objects.
+        holds: whether its objects may hold any others, as those of Python's classes do.
     """
 
     name: str
     flatten: Callable[[Any], Any]
     unflatten: Callable[[Any], Any]
     stacks: int | None = None
+    holds: bool = False
 
 
 _registered: dict[str, Codec] = {}
@@ -159,8 +161,9 @@ def _subclass(name: str) -> Codec | None:
         # Collating makes a plain tensor of torchvision's.
         stacks = 0 if name.startswith("torchvision.tv_tensors.") else None
         return Codec(name, *tensors_of(cls), stacks)
-    found = pictures.image_subclass(cls) or graphs_of(cls) or derived_from(cls) or state_of(cls)
-    return Codec(name, *found) if found is not None else None
+    holding = graphs_of(cls) or derived_from(cls)
+    found = holding or pictures.image_subclass(cls) or state_of(cls)
+    return Codec(name, *found, holds=holding is not None) if found is not None else None
 
 
 # ---- numpy and the standard library ---------------------------------------------------------------------

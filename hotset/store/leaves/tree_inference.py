@@ -21,6 +21,7 @@ __all__ = ["infer"]
 
 
 _DEEPEST = 64
+_UNCHANGING = (tuple, str, bytes, int, float)  # of which several are as good as one
 # An object with more values is something that samples refer to: each record would hold a copy of it.
 _MOST_PARTS = 1_000
 # Each value of a list or dict takes some microseconds in each use; an array is one value.
@@ -69,6 +70,10 @@ class _Inference:
         except SchemaMismatch as mismatch:
             raise SchemaMismatch(f"{place}: {mismatch}") from None
         if codec is not None:
+            if codec.holds:
+                holder = holder or _Holder(value, where)
+                self._enter(value, 0, place)
+                self._met[id(value)] = value
             return Group("object", (), (self.node(flat, where, holder, of_codec=True),), None, codec.name)
         parts = parts_of(value)
         if parts is not None:
@@ -113,7 +118,7 @@ class _Inference:
         Raises:
             SchemaMismatch: it cannot be cached.
         """
-        if id(value) in self._met and not isinstance(value, tuple):
+        if id(value) in self._met and not isinstance(value, _UNCHANGING):
             raise SchemaMismatch(
                 f"{place}: the same object of {_full_name(value)} again, which a copy could not be; "
                 "hotset.register_codec makes objects that refer to it cacheable"
