@@ -909,6 +909,59 @@ def test_it_is_said_what_the_dataset_does_with_a_chain_that_stays_whole(
         hotset.cache(dataset, memory="1MiB")
 
 
+class GivesItself(Around):
+    """Its transform looks at the dataset, as those of RT-DETR do, for the epoch or for other samples."""
+
+    def __init__(self, transform: Any, together: bool) -> None:
+        self.transform, self.together, self.step = transform, together, 2
+        self.held = NotToBeCopied()
+
+    def __getitem__(self, index: int) -> Any:
+        picture = torch.full((2,), index)
+        return self.transform((picture, self)) if self.together else self.transform(picture, self)
+
+
+class NotToBeCopied:
+    copies = 0
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        NotToBeCopied.copies += 1
+        return self
+
+
+def by_step(picture: torch.Tensor, dataset: GivesItself) -> torch.Tensor:
+    return picture * dataset.step
+
+
+def by_step_of_both(values: tuple[torch.Tensor, GivesItself]) -> torch.Tensor:
+    return by_step(*values)
+
+
+def shifted_by_step(picture: torch.Tensor, dataset: GivesItself) -> torch.Tensor:
+    return by_step(picture, dataset) + random.random()
+
+
+@pytest.mark.parametrize(("transform", "together"), [(by_step, False), (by_step_of_both, True)])
+def test_a_dataset_that_a_transform_gets_is_not_copied_with_its_arguments(
+    transform: Any, together: bool
+) -> None:
+    NotToBeCopied.copies = 0
+    dataset = GivesItself(transform, together)
+    with hotset.cache(dataset, memory="1MiB") as cached:
+        assert "GivesItself gives its transform the dataset itself" in str(cached.plan)
+        equal_batches(epochs(cached), epochs(GivesItself(transform, together)))
+        assert NotToBeCopied.copies == 0
+        cached.step = 3
+        with pytest.warns(hotset.HotsetWarning, match=r"step was set"):
+            found = cached[1]
+        assert found.tolist() == [3, 3]
+
+
+def test_a_dataset_that_gives_a_random_transform_itself_is_refused() -> None:
+    with pytest.raises(hotset.NotCacheable, match="returns another sample each time"):
+        hotset.cache(GivesItself(shifted_by_step, False), memory="1MiB")
+
+
 class LeavesSomeOut(Around):
     """Does not call its chain for a few samples."""
 

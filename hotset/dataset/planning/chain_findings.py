@@ -193,6 +193,8 @@ class ChainJudge:
         unknown = ChainFindings(chain)
         values = [value for recorder in recorders for value in recorder.inputs]
         refused = [named for recorder in recorders for named in recorder.refused]
+        if any(recorder.given_dataset for recorder in recorders):
+            return self.keep_whole(unknown, number, f"{self.class_name} gives its {name} the dataset itself")
         if name not in TRANSFORM_NAMES and not values and not refused:
             return unknown._replace(whole=True, calls=0)
         if refused:

@@ -7,8 +7,9 @@ objects that the recorder returned. A dataset that copies or processes them has 
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from hotset._interrupts import own_errors
@@ -20,12 +21,14 @@ from hotset.dataset.transform_attributes import TRANSFORM_NAMES, CopiedAttribute
 from hotset.determinism.aliasing import owns_all
 from hotset.determinism.chain import Values, leaves, takes_keywords
 from hotset.determinism.equality import content_digests
+from hotset.determinism.objects.safe_access import attributes_of
 from hotset.determinism.timing import typical
 
 __all__ = ["RecordedSamples", "Recorder", "find_paths", "passes_shared_objects", "recorded"]
 
 _SAMPLES = 4
 _READ_SECONDS = 0.25
+_PARTS = 8
 _MOST_TIMES = 500  # in a row with one value: crops of one picture are some tens
 
 
@@ -40,6 +43,8 @@ class Recorder(Chain):
         keywords: for each call these names; none for values without names.
         refused: the arguments of each call that it refuses: with names that its chain does not return, or
             without a value.
+        given_dataset: whether it was called with the dataset itself, which it refuses as well: to copy and to
+            compare all that a dataset holds may take hours.
         first_called, last_called: when it was called, to tell which of two chains comes first.
         callers: for each call, where it came from.
         outputs: for each call what was returned.
@@ -52,6 +57,7 @@ class Recorder(Chain):
         self.inputs: list[Any] = []
         self.keywords: list[tuple[str, ...]] = []
         self.refused: list[dict[str, Any]] = []
+        self.given_dataset = False
         self._takes_names = takes_names
         self.callers: list[tuple[CallSite, ...]] = []
         self.outputs: list[Any] = []
@@ -62,6 +68,9 @@ class Recorder(Chain):
         self._times_last = 0
 
     def __call__(self, *values: Any, **named: Any) -> Any:
+        if any(map(self._is_held_by, _with_parts((*values, *named.values())))):
+            self.given_dataset = True
+            raise TypeError("called with the dataset")
         if bool(named) == bool(values) or (named and not self._takes_names):
             self.refused.append(named)
             raise TypeError("called with keywords")
@@ -83,6 +92,13 @@ class Recorder(Chain):
         self.seconds += (time.perf_counter_ns() - self.last_called) / 1e9
         return output
 
+    def _is_held_by(self, value: Any) -> bool:
+        """Whether this is the copy of the dataset in which the recorder is: as an attribute, or in a list."""
+        for held in (attributes_of(value) or {}).values():
+            if held is self or (type(held) in (list, tuple) and any(each is self for each in held[:1])):
+                return True
+        return False
+
 
 def recorded(
     pipeline: Pipeline, index: int, prefixes: Sequence[Sequence[Transform] | None]
@@ -91,8 +107,8 @@ def recorded(
 
     Returns:
         The sample, and the recorder of each chain. If the dataset raises after all recorders were called, or
-        after one was called with keywords, the exception is returned in place of the sample: the dataset may
-        not accept what the recorder returned.
+        after one was called with keywords or with the dataset, the exception is returned in place of the
+        sample: the dataset may not accept what the recorder returned.
 
     Raises:
         Exception: what the dataset raises before that.
@@ -112,11 +128,20 @@ def recorded(
     try:
         return twin[index], recorders
     except own_errors() as error:
-        if any(recorder.refused for recorder in recorders) or all(r.outputs for r in named.values()):
+        refused = any(recorder.refused or recorder.given_dataset for recorder in recorders)
+        if refused or all(recorder.outputs for recorder in named.values()):
             return error, recorders
         raise
     finally:
         read.follow()
+
+
+def _with_parts(values: tuple[Any, ...]) -> Iterator[Any]:
+    """Values, and what tuples, lists and dicts among them begin with."""
+    for value in values:
+        yield value
+        if isinstance(value, (list, tuple, dict)):
+            yield from itertools.islice(value.values() if isinstance(value, dict) else value, _PARTS)
 
 
 def _as_new(value: Any) -> Any:
