@@ -951,10 +951,9 @@ def test_a_dataset_that_a_transform_gets_is_not_copied_with_its_arguments(
         assert "GivesItself gives its transform the dataset itself" in str(cached.plan)
         equal_batches(epochs(cached), epochs(GivesItself(transform, together)))
         assert NotToBeCopied.copies == 0
-        cached.step = 3
         with pytest.warns(hotset.HotsetWarning, match=r"step was set"):
-            found = cached[1]
-        assert found.tolist() == [3, 3]
+            cached.step = 3
+        assert cached[1].tolist() == [3, 3]
 
 
 def test_a_dataset_that_gives_a_random_transform_itself_is_refused() -> None:
