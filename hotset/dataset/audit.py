@@ -38,7 +38,7 @@ from hotset.determinism.verdict import name_of
 from hotset.store.format import PRESENT
 from hotset.store.store import Store
 
-__all__ = ["Audit", "first_difference"]
+__all__ = ["Audit", "first_difference", "steps_of"]
 
 _SHARE = 0.01
 _REPEATS = 16
@@ -109,8 +109,8 @@ class Audit:
         begun = time.monotonic()
         if self._generators is None:
             self._generators = Generators(self._source.read_parts)
-            self._outside = outer_code(self._source.dataset, _steps_of(self._source))
-        held = HeldAttributes.near(self._source.dataset, _steps_of(self._source), self._outside)
+            self._outside = outer_code(self._source.dataset, steps_of(self._source))
+        held = HeldAttributes.near(self._source.dataset, steps_of(self._source), self._outside)
         states = self._generators.states()
         try:
             found = differs(cached, self._source.read(index), across=True)
@@ -158,7 +158,7 @@ def first_difference(source: Source, store: Store) -> str | None:
     begun, varied = time.monotonic(), time.time_ns() * _GOLDEN
     positions = (0, len(cached) - 1, varied % len(cached), (varied >> 32) % len(cached))
     generators = Generators(source.read_parts)
-    held = HeldAttributes(source.dataset, _steps_of(source), outside=True)
+    held = HeldAttributes(source.dataset, steps_of(source), outside=True)
     states = generators.states()
     try:
         for sample_id in dict.fromkeys(int(cached[position]) for position in positions):
@@ -180,7 +180,7 @@ def first_difference(source: Source, store: Store) -> str | None:
     return None
 
 
-def _steps_of(source: Source) -> list[Any]:
+def steps_of(source: Source) -> list[Any]:
     """What reading calls. A file that it opens in the main process would be shared by forked workers."""
     return leaves((*source.inner, *source.prefix))
 

@@ -31,7 +31,8 @@ from torch.utils.data import get_worker_info
 from hotset._warnings import Warner
 from hotset.dataset.active_window import ActiveWindow
 from hotset.dataset.attachment import Attachment
-from hotset.dataset.audit import Audit
+from hotset.dataset.audit import Audit, steps_of
+from hotset.dataset.held_attributes import HeldAttributes, outer_code
 from hotset.dataset.pipeline import Source
 from hotset.dataset.plan import Plan
 from hotset.dataset.source_reader import NotingReader, SourceReader
@@ -446,6 +447,20 @@ class SampleAccess:
         store.participant.row[Slot.AUDIT_NS] += int(self._audit.last_seconds * 1e9)
         if found is not None and store.invalidate():
             self.warn(f"{self.plan.name}: {found}")
+
+    @contextlib.contextmanager
+    def in_place_of_workers(self) -> Iterator[None]:
+        """Leave nothing open that is opened as this process reads what workers of a loader would have read:
+        those that are forked later would share it.
+        """
+        steps = steps_of(self.source)
+        held = HeldAttributes.near(self.source.dataset, steps, outer_code(self.source.dataset, steps))
+        try:
+            yield
+        finally:
+            if self._is_only_reader():
+                with contextlib.suppress(Exception):  # of a stranger's code: then it stays as reading left it
+                    held.put_back()
 
     def _is_only_reader(self) -> bool:
         """Whether no other thread that is alive has read samples here."""

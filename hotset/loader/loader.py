@@ -233,7 +233,8 @@ class DataLoader(TorchDataLoader[T]):
             order = self._batch_order(run, batches)
             builder = BatchBuilder(self.dataset, route, batched=self.batch_sampler is not None)
             find = partial(self._local_gather, route)
-            return LocalBatches(order, route, gather, find, builder, self._collate(route), run)
+            collate, apart = self._collate(route), self.num_workers > 0
+            return LocalBatches(order, route, gather, find, builder, collate, run, for_workers=apart)
         return self._from_workers(route, run, batches)
 
     def _workers_may_change_dataset(self) -> bool:

@@ -17,11 +17,12 @@ A device that keeps samples gathers batches itself: it takes a batch's sample id
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -82,6 +83,7 @@ class LocalBatches:
         find_gather: looks for a gather after each of the first batches, as long as there is none: to compare
             it with collating takes a sample that is cached.
         run: counts what was consumed, for the loader's state, and the waiting.
+        for_workers: whether workers would make the batches if they were not gathered.
     """
 
     def __init__(
@@ -93,8 +95,11 @@ class LocalBatches:
         builder: BatchBuilder,
         collate: Callable[[Any], Any],
         run: EpochProgress,
+        *,
+        for_workers: bool = False,
     ) -> None:
         self._order = order
+        self._for_workers = for_workers
         self._route = route
         self._single, self._has_peers = route.single, route.has_peers  # asked for with every batch
         self._gather = gather
@@ -251,14 +256,25 @@ class LocalBatches:
         if batch is not None and self._may_be_served(ids):
             return batch
         # Samples from other machines are copied straight into the batch.
-        batch, uncached = self._builder.filled(ids, gather.prepare, gather.finish)
+        with self._reading():
+            batch, uncached = self._builder.filled(ids, gather.prepare, gather.finish)
         if batch is not None:
             return batch
         return self._build(indices, resolved, uncached)
 
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Around what may read the dataset."""
+        with contextlib.ExitStack() as stack:
+            for current in self._route.currents if self._for_workers else ():
+                stack.enter_context(current.in_place_of_workers())
+            yield
+
     def _build(self, indices: Any, resolved: Indices | None, uncached: dict[int, Any] | None = None) -> Any:
         """The batch, collated from its samples."""
-        batch = self._collate(self._builder.samples(indices, resolved, uncached))
+        with self._reading():
+            samples = self._builder.samples(indices, resolved, uncached)
+        batch = self._collate(samples)
         if self._gather is None and self._looks_left:
             self._looks_left -= 1
             self._gather = self._find_gather()

@@ -16,6 +16,7 @@ import torch
 from helpers import difference, equal_batches, is_a_sentence, rarely, recorded, rng_states, seed_everything
 from samples import image_and_label
 from sources import FolderLike, ReadLog, Samples, TextFiles, Transformed
+from torch.utils.data import Dataset
 
 import hotset
 from hotset.dataset import audit
@@ -120,6 +121,36 @@ def test_a_changed_file_is_found_and_its_new_content_served(tmp_path: Path) -> N
             list(loader)
         for i in range(8):
             equal_batches(cached[i], TextFiles(files)[i])
+
+
+class OpenedLate(Dataset[Any]):
+    """Opens its file when it reads first, as each worker is to have its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.file = path, None
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        if self.file is None:
+            self.file = self.path.open("rb", buffering=0)
+        self.file.seek(index)
+        return torch.tensor(list(self.file.read(1)))
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+def test_after_a_difference_no_file_is_left_open_that_workers_would_share(tmp_path: Path) -> None:
+    file, later = tmp_path / "numbers", list(range(100, 100 + N))
+    file.write_bytes(bytes(range(N)))
+    dataset = OpenedLate(file)
+    with hotset.cache(dataset, memory="1MiB", key="numbers") as cached:
+        loader = warm(cached, num_workers=2)
+        file.write_bytes(bytes(later))
+        with pytest.warns(hotset.HotsetWarning, match="differs from what was cached"):
+            found = torch.cat(list(loader))  # made in this process, as all was cached
+        assert found.flatten().tolist() == later
+        assert dataset.file is None
 
 
 @pytest.mark.parametrize("live", [False, True])
