@@ -11,7 +11,6 @@ import functools
 import gc
 import importlib
 import logging
-import multiprocessing
 import os
 import re
 import sys
@@ -35,15 +34,13 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 import torch
 from helpers import eventually, memory_files, seed_everything
 from large_pages import use_large_pages
-from programs import Programs
+from programs import Programs, fork_by_default
 from session_places import own_runtime
 
 from benchmarks.operators import define_torchvision_operators
 
 define_torchvision_operators()
-# From Python 3.14 on, workers are no forks of the main process. Most tests' datasets are classes within a
-# function, which only a fork can have; those of other start methods name them.
-multiprocessing.set_start_method("fork", force=True)
+fork_by_default()
 # torch notes a traceback of all of pytest whenever it seeds a device that is not there: a quarter of what a
 # loader's worker takes.
 for device in (torch.cuda, torch.xpu, torch.mtia):

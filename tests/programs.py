@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import gc
 import json
+import multiprocessing
 import os
 import re
 import runpy
@@ -97,6 +98,16 @@ class Programs:
         return subprocess.CompletedProcess(program, code, said, _LEAKS.sub("", warned))
 
 
+def fork_by_default() -> None:
+    """Let the start method be fork where none is set: from Python 3.14 on it is forkserver.
+
+    Most tests' datasets are classes within a function, and most of their programs run as they are imported.
+    """
+    multiprocessing.context._default_context._default_context = (  # type: ignore[attr-defined]
+        multiprocessing.get_context("fork")
+    )
+
+
 def _next_order() -> dict[str, Any]:
     """Read orders, and answer each with the exit code of a child; returns the order in that child."""
     print(0, flush=True)
@@ -158,4 +169,5 @@ if __name__ == "__main__":
     from large_pages import use_large_pages
 
     use_large_pages()
+    fork_by_default()
     _become(_next_order())

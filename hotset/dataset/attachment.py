@@ -120,7 +120,15 @@ class Attachment:
             self._handle = None
 
     def __getstate__(self) -> dict[str, Any]:
-        where = self._store.address if self._store is not None else self._address
+        where = self._address
+        if self._store is not None:
+            try:
+                where = self._store.address
+            except OSError as error:
+                warn(
+                    f"the cache of {self._name} cannot be sent to another process, so there samples come "
+                    f"from the source: {error}. Close no descriptors that your program has not opened."
+                )
         return {**self.__dict__, "_store": None, "_address": where, "_process": 0}
 
 

@@ -79,3 +79,27 @@ def test_samples_are_right_and_nothing_hangs(
     program.write_text(PROGRAM.format(loader=loader, workers=workers, filled=filled))
     done = programs.run([str(program), str(tmp_path)], tmp_path)
     assert (done.stdout, done.returncode) == ("whole\n", 0), done.stderr
+
+
+def test_another_process_reads_the_source(programs: Programs, tmp_path: Path) -> None:
+    """One that is not forked opens the cache by its descriptor."""
+    before = PROGRAM.partition("files = close_all()")[0].format(loader=None, workers=0, filled=True)
+    program = tmp_path / "program.py"
+    program.write_text(f"""{before}
+import pickle, warnings
+
+close_all()
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    theirs = pickle.loads(pickle.dumps(cached))
+print(told[0].message, flush=True)
+assert torch.equal(torch.stack([theirs[index] for index in range(32)])[:, 0], torch.arange(32))
+assert theirs.stats().cached == 0
+print("whole", flush=True)
+os._exit(0)
+""")
+    done = programs.run([str(program), str(tmp_path)], tmp_path)
+    assert done.returncode == 0, done.stderr
+    said, whole = done.stdout.splitlines()
+    assert said.startswith("the cache of Squares cannot be sent to another process, so there samples come")
+    assert whole == "whole"
