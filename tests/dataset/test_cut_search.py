@@ -539,20 +539,38 @@ def test_cut_counts_the_datasets_own_transforms_first() -> None:
             equal_batches(epochs(cached), epochs(Transformed(make(), [halve])))
 
 
+def pair(image: torch.Tensor, label: int) -> tuple[torch.Tensor, int]:
+    return image, label
+
+
+class Labelled:
+    """A sample of a class of the user's own, as docTR's are."""
+
+    def __init__(self, image: torch.Tensor, label: int) -> None:
+        self.image, self.label = image, label
+
+    def __getitem__(self, place: int) -> Any:
+        return (self.image, self.label)[place]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Labelled) and self.label == other.label and self.image.equal(other.image)
+
+
+@pytest.mark.parametrize("kind", [pair, Labelled])
 def test_a_conversion_that_makes_the_samples_larger_stays_live_where_fewer_would_fit(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:
     clock = 0.0
 
     def slow(index: int) -> Any:
         nonlocal clock
         clock += 1e-3
-        return torch.full((4096,), index % 251, dtype=torch.uint8), index
+        return kind(torch.full((4096,), index % 251, dtype=torch.uint8), index)
 
     def to_float(sample: Any) -> Any:
         nonlocal clock
         clock += 1e-5
-        return sample[0].to(torch.float64), sample[1]
+        return kind(sample[0].to(torch.float64), sample[1])
 
     monkeypatch.setattr("time.perf_counter", lambda: clock)
     source = Samples(slow, 64)

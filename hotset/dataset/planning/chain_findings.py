@@ -34,8 +34,11 @@ from hotset.determinism.split import Split, split
 from hotset.determinism.trial import alters_input
 from hotset.determinism.verdict import Verdict, verdict_of
 from hotset.errors import NotCacheable
+from hotset.store.leaves.instances import plain_attributes
 
 __all__ = ["ChainFindings", "ChainJudge", "Findings", "size_of"]
+
+_DEEPEST = 20  # an object may refer to itself
 
 
 class ChainFindings(NamedTuple):
@@ -357,18 +360,21 @@ class ChainJudge:
         return samples
 
 
-def size_of(value: Any) -> float:
-    """About how many bytes a value takes when it is stored."""
+def size_of(value: Any, depth: int = 0) -> float:
+    """About how many bytes a value takes when it is stored; ``depth``: of it in what is asked for."""
+    if depth > _DEEPEST:
+        return 8
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
         return value.nbytes
     if isinstance(value, (str, bytes)):
         return len(value)
     if isinstance(value, dict):
-        return sum(map(size_of, value.values()))
+        return sum(size_of(part, depth + 1) for part in value.values())
     if isinstance(value, (list, tuple)):
-        return sum(map(size_of, value))
+        return sum(size_of(part, depth + 1) for part in value)
     if hasattr(value, "getbands") and hasattr(value, "size"):  # a PIL image
         width, height = value.size
         deep = {"1": 1, "I": 4, "F": 4, "I;16": 2}.get(value.mode, len(value.getbands()))
         return float(width * height * deep)
-    return 8
+    held = plain_attributes(value)  # of a sample of a class of the user's
+    return 8 if held is None else size_of(held, depth)
