@@ -411,6 +411,44 @@ def test_a_value_that_cannot_be_copied_gives_a_warning(tmp_path: Path) -> None:
         assert [float(item["x"][0]) for item in items] == list(range(N))
 
 
+class Lazy:
+    """Loads its numbers when they are asked for, and keeps them, as an array of xarray does."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.loaded = number, None
+
+    @property
+    def data(self) -> Any:
+        if self.loaded is None:
+            self.loaded = np.full(3, float(self.number))
+        return self.loaded
+
+
+def to_tensor(lazy: Lazy) -> torch.Tensor:
+    return torch.tensor(lazy.data)
+
+
+class OfLazy(Dataset[Any]):
+    """Works on what its transform returns, so that the chain cannot be cut."""
+
+    def __init__(self) -> None:
+        self.items = [Lazy(index) for index in range(N)]
+        self.transform = to_tensor
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(self.items[index]) + 1
+
+
+def test_a_transform_that_has_its_input_load_what_it_stands_for_is_cached() -> None:
+    with hotset.cache(OfLazy(), memory="1MiB") as cached:
+        for _ in range(2):
+            assert [cached[index].tolist() for index in range(N)] == [[index + 1.0] * 3 for index in range(N)]
+        assert cached.stats().hits == N
+
+
 class HalvesItsOwn(Dataset[Any]):
     """Works in place on what it stores, each time that it reads one of ``which``."""
 
