@@ -66,6 +66,14 @@ _CONTAINERS = (dict, list, tuple)  # as such, these have no attributes
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 _MANY = 1_000  # values that have one digest together: a vocabulary's would take a minute
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ROWS, _COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_PARTS_OF_SPARSE = {
+    torch.sparse_coo: ("is_coalesced", "_indices", "_values"),
+    torch.sparse_csr: _ROWS,
+    torch.sparse_bsr: _ROWS,
+    torch.sparse_csc: _COLUMNS,
+    torch.sparse_bsc: _COLUMNS,
+}
 # Files in memory; other iterators are another one each time.
 _IN_MEMORY = (io.BytesIO, io.StringIO)
 _PICKLED_BY = ("__reduce_ex__", "__reduce__", "__getstate__")
@@ -343,11 +351,14 @@ def _children(node: Any) -> Iterator[tuple[str, Any]]:
     elif is_a(node, torch.Tensor) and node.is_nested:
         yield from ((f"[{i}]", part) for i, part in enumerate(node.unbind()))
         return
+    elif is_a(node, torch.Tensor) and node.layout in _PARTS_OF_SPARSE:
+        yield from ((f".{name}()", getattr(node, name)()) for name in _PARTS_OF_SPARSE[node.layout])
     elif is_a(node, (np.ndarray, np.void)):
         yield from _array_children(np.asarray(node))
     for name, value in sorted(attributes(node).items()):
         if name == "_fill_value" and is_a(node, np.ma.MaskedArray):
-            name, value = "fill_value", node.fill_value  # numpy sets the attribute when it is first asked for
+            # numpy sets the attribute when it is first asked for: here, that of a view.
+            name, value = "fill_value", node.view().fill_value
         # An image's pixels are compared as such; its other attributes say how it was read.
         if not _is_image(node) or name in ("info", "format"):
             yield f".{name}", value
@@ -391,7 +402,7 @@ def _tensor_difference(a: torch.Tensor, b: torch.Tensor) -> str | None:
     if a.is_nested:
         return None if a.size(0) == b.size(0) else f"lengths {a.size(0)} and {b.size(0)}"
     if a.layout is not torch.strided:
-        return _tensor_difference(a.to_dense(), b.to_dense())
+        return None  # its parts are children
     if a.is_quantized:
         return None if torch.equal(a, b) else "values"
     found = _order_difference(tuple(a.shape), a.stride(), b.stride())

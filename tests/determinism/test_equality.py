@@ -142,7 +142,11 @@ DIFFERENT: list[tuple[Any, Any, str]] = [
     (torch.tensor([0.0]), torch.tensor([-0.0]), "values (1 of 1, first at [0])"),
     (torch.arange(6).view(2, 3), torch.tensor([[0, 1, 2], [3, 9, 9]]), "values (2 of 6, first at [1, 1])"),
     (torch.eye(3).to_sparse(), torch.eye(3), "layout"),
-    (torch.eye(3).to_sparse(), (torch.eye(3) * 2).to_sparse(), "values (3 of 9, first at [0, 0])"),
+    (
+        torch.eye(3).to_sparse(),
+        (torch.eye(3) * 2).to_sparse(),
+        "at ._values(): values (3 of 3, first at [0])",
+    ),
     (torch.zeros(2, 3), torch.zeros(3, 2).t(), "dimensions that lie in memory as (0, 1) and (1, 0)"),
     (torch.zeros(2), np.zeros(2, np.float32), "type Tensor and type ndarray"),
     (torch.tensor(1), 1, "type Tensor and type int"),
@@ -268,6 +272,8 @@ def test_a_masked_array_does_not_change_as_its_fill_value_is_first_asked_for() -
     asked = make()
     assert asked.fill_value == 999999
     assert differs(asked, make()) is None
+    assert differs(made := make(), make()) is None
+    assert made._fill_value is None
     assert differs(make(7), make()) is not None
     assert differs(make(), np.ma.masked_array([1, 2], mask=[True, False])) is not None
 

@@ -3,11 +3,12 @@
 A codec is two functions for one exact type: ``flatten(obj)`` gives a tree of dicts, lists, tuples and leaves;
 ``unflatten(tree)`` the object again. The built-in ones cover PIL images and image files
 (:mod:`hotset.store.leaves.pictures`), subclasses of both (torchvision's tv_tensors, fastai's types, a user's
-own), MONAI's MetaTensor, PyTorch Geometric's graphs (:mod:`hotset.store.leaves.graphs`), numpy's memmap,
-ordinary types of the standard library (sets, dates, paths, ...), what is derived from a container
-(:mod:`hotset.store.leaves.derived`), and objects of classes written in C of which pickle keeps a state (a
-fast tokenizer's ``Encoding``). They are looked up by the type's module, so that hotset imports no library
-that the user has not imported already. Users add codecs with :func:`register_codec`.
+own), sparse tensors, MONAI's MetaTensor, PyTorch Geometric's graphs (:mod:`hotset.store.leaves.graphs`),
+numpy's memmap and masked arrays, ordinary types of the standard library (sets, dates, paths, ...), what is
+derived from a container (:mod:`hotset.store.leaves.derived`), and objects of classes written in C of which
+pickle keeps a state (a fast tokenizer's ``Encoding``). They are looked up by the type's module, so that
+hotset imports no library that the user has not imported already. Users add codecs with
+:func:`register_codec`.
 
 Nothing is pickled, unless a codec of the user's does so.
 """
@@ -35,6 +36,7 @@ from hotset.store.leaves.graphs import graphs_of
 from hotset.store.leaves.instances import state_of
 from hotset.store.leaves.leaf import SchemaMismatch
 from hotset.store.leaves.python_leaves import name_of_type, type_named
+from hotset.store.leaves.sparse_tensors import flatten_sparse, unflatten_sparse
 
 __all__ = ["Codec", "codec_named", "codec_of", "given_codec", "register_codec"]
 
@@ -176,6 +178,27 @@ def _flatten_memmap(value: Any) -> Any:
     return (np.asarray(value),)
 
 
+def _flatten_masked(value: Any) -> Any:
+    others = vars(value).keys() - _OF_MASKED
+    if others or value._optinfo or value._basedict or value._baseclass is not np.ndarray or value._isfield:
+        raise SchemaMismatch("a masked array that is more than data, a mask and a value to fill it with")
+    mask = None if value._mask is np.ma.nomask else np.asarray(value._mask)
+    filled = value.view()
+    filled.fill_value = filled.fill_value  # numpy sets it when it is first asked for
+    return value.view(np.ndarray), mask, filled._fill_value, value._hardmask, value._sharedmask
+
+
+def _unflatten_masked(tree: Any) -> Any:
+    data, mask, fill_value, hard, shared = tree
+    value: Any = data.view(np.ma.MaskedArray)
+    value._mask = np.ma.nomask if mask is None else mask
+    value._fill_value, value._hardmask, value._sharedmask = fill_value, hard, shared
+    return value
+
+
+_OF_MASKED = vars(np.ma.MaskedArray([0])).keys()  # type: ignore[no-untyped-call]
+
+
 def _flatten_defaultdict(value: Any) -> Any:
     factory = value.default_factory
     if factory is not None and factory is not _FACTORIES.get(getattr(factory, "__name__", "")):
@@ -287,7 +310,9 @@ _BUILTIN = {
     for codec in (
         *(Codec(name_of_type(kind), flatten, unflatten) for kind, flatten, unflatten in _PLAIN),
         Codec("torch:Size", list, _unflatten_size),
+        Codec("torch:Tensor", flatten_sparse, unflatten_sparse),
         Codec(name_of_type(np.memmap), _flatten_memmap, lambda tree: tree[0].view(np.memmap), stacks=0),
+        Codec(name_of_type(np.ma.MaskedArray), _flatten_masked, _unflatten_masked),
         Codec("PIL.Image:Image", pictures.flatten_image, pictures.unflatten_image),
         Codec("monai.data.meta_tensor:MetaTensor", _flatten_meta, _unflatten_meta),
     )

@@ -18,6 +18,7 @@ from hotset.store.leaves.python_leaves import (
     number_kind,
     numbers_leaf,
 )
+from hotset.store.leaves.sparse_tensors import is_sparse
 
 __all__ = ["leaf_from_json", "leaf_of"]
 
@@ -34,6 +35,8 @@ def leaf_of(value: object, *, keep_order: bool) -> Leaf | None:
         return TextLeaf(type(value).__name__)
     if type(value) is np.ndarray:
         return numpy_leaf(value, keep_order=keep_order)
+    if is_sparse(value):
+        return None  # it has a codec
     if is_tensor(value):
         from hotset.store.leaves.tensor_leaf import tensor_leaf
 

@@ -110,7 +110,7 @@ def _tensor_with_strides(value: Any) -> Any:
     import torch
 
     if value.layout is not torch.strided or value.is_quantized:
-        return value  # which no leaf takes
+        return value  # which no leaf takes, or whose codec keeps its parts
     if value.is_conj() or value.is_neg():
         raise SchemaMismatch("a tensor whose conjugate is not computed yet; call resolve_conj()")
     return value if _is_dense(value.shape, value.stride(), 1) else Strided(value)
