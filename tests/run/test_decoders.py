@@ -231,9 +231,10 @@ outcome(numpy.load(root + "packed.npz").close)
 def test_an_archive_that_is_written_anew_in_place_while_it_is_open(tmp_path: Path) -> None:
     """What is kept of the new content is not what its old directory leads to."""
     file = tmp_path / "a.npz"
-    np.savez(file, a=np.full(9999, 1))
+    length = 99_999  # more bytes than an open file keeps in a buffer
+    np.savez(file, a=np.full(length, 1))
     (tmp_path / "next").write_bytes(file.read_bytes())
-    np.savez(tmp_path / "next.npz", a=np.full(9999, 2))
+    np.savez(tmp_path / "next.npz", a=np.full(length, 2))
     program = """
 import numpy, time
 path = sys.argv[1] + "/a.npz"

@@ -53,6 +53,7 @@ import gc; gc.disable()  # it would pass over torch as that is imported, and as 
 import sys, time, torch
 from torch.utils.data import DataLoader, Dataset
 gc.freeze(); gc.enable()
+torch.multiprocessing.set_start_method("fork", force=True)  # no file holds the program
 
 class Rows(Dataset):
     def __len__(self): return 64
