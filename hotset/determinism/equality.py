@@ -9,6 +9,7 @@ children.
 node                    its own content
 ======================  ======================================================================
 tensor                  dtype, layout, device, shape, order of dimensions in memory, bytes
+                        (the parts of a sparse or nested one are children)
 ndarray, numpy scalar   dtype with byte order, shape, order of dimensions in memory, bytes
 PIL image               mode, size, palette, pixels (``info`` and ``format`` are children)
 dict, list, tuple       keys in order, or the length
