@@ -789,7 +789,7 @@ ORDINARY: dict[str, list[Any]] = {
     "masked arrays with more": [
         np.ma.MaskedArray([1.5, n], mask=[0, 1], fill_value=7.0, hard_mask=True) for n in range(3)
     ],
-    "matrices": [np.matrix([[1, 2]]), np.matrix([[3, 4]])],
+    "matrices": [np.array([[1, 2]]).view(np.matrix), np.array([[3, 4]]).view(np.matrix)],
     "identifiers": [uuid.UUID(int=1 << 100), uuid.uuid1()],
     "bytes of numpy": [np.bytes_(b"a"), np.bytes_(b"")],
     "objects that pickle keeps a part of": [Encoding({"ids": [1, 2]}, 3), Encoding({"ids": [4, 5]}, 6)],
