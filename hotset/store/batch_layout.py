@@ -217,7 +217,7 @@ def _torch_dtype(name: str) -> torch.dtype:
     """The dtype to which collating turns numpy's of that name.
 
     Raises:
-        NotGathered: torch has no such dtype (text, dates, another byte order).
+        NotGathered: torch has no such dtype (text, dates, fields, another byte order).
 
     Example:
         >>> _torch_dtype("float32")

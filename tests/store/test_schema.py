@@ -682,7 +682,10 @@ UNCACHEABLE: list[tuple[Any, str]] = [
     ({("a", b"1"): 2}, "the sample: a dict with keys that are not text, numbers, or tuples of these"),
     ({("a", (1, float("nan"))): 2}, "the sample: a dict with NaN as a key"),
     ([np.array([1, "a"], object)], "[0]: a numpy array of object; return a list"),
-    ([np.zeros(3, [("x", "i4")])], "[0]: a numpy array of [('x', '<i4')]; return a dict of its fields"),
+    (
+        [np.zeros(3, [(("title", "x"), "i4")])],
+        "[0]: a numpy array of dtype([(('title', 'x'), '<i4')]); return a dict of its fields",
+    ),
     (2**64, "the sample: an int of more than 64 bits"),
     (torch.zeros(2, requires_grad=True), "the sample: a tensor that requires a gradient"),
     (torch.zeros(2, requires_grad=True).to_sparse(), "the sample: a torch.sparse_coo tensor"),
@@ -789,6 +792,10 @@ ORDINARY: dict[str, list[Any]] = {
     "masked arrays with more": [
         np.ma.MaskedArray([1.5, n], mask=[0, 1], fill_value=7.0, hard_mask=True) for n in range(3)
     ],
+    "structured arrays": [
+        np.full(n, n, [("t", "<i8"), ("xy", ">f4", 2), ("in", [("a", "U3")])]) for n in range(3)
+    ],
+    "records": [np.rec.array([(n, 0.5)], dtype=[("id", "i4"), ("x", "f8")]) for n in range(3)],
     "matrices": [np.array([[1, 2]]).view(np.matrix), np.array([[3, 4]]).view(np.matrix)],
     "identifiers": [uuid.UUID(int=1 << 100), uuid.uuid1()],
     "bytes of numpy": [np.bytes_(b"a"), np.bytes_(b"")],
@@ -1222,3 +1229,31 @@ def test_graphs_of_pytorch_geometric_come_out_with_storages_of_their_own() -> No
     vars(foreign)["_store"] = graphs[0]._store
     with pytest.raises(SchemaMismatch, match="a Data with a storage of another graph"):
         Schema.infer([foreign], keep_order=True)
+
+
+def test_structured_arrays_come_out_with_their_very_dtype_or_are_refused() -> None:
+    plain = [("a", "i1"), ("b", "<i8")]
+    dtypes = [
+        np.dtype(plain),
+        np.dtype(plain, align=True),
+        np.dtype({"names": ["a", "b"], "formats": ["<i4", "<f4"], "offsets": [4, 0], "itemsize": 12}),
+        np.dtype({"names": ["all", "low"], "formats": ["<i8", "u1"], "offsets": [0, 0]}),  # the same bytes
+        np.dtype([]),
+    ]
+    for dtype in dtypes:
+        values = [np.zeros(n, dtype) for n in (2, 3)]
+        schema = Schema.infer(values, keep_order=True)
+        for found, value in zip(records(schema, values), values, strict=True):
+            assert repr(found.dtype) == repr(value.dtype)
+            assert (found == value).all()
+    schema = Schema.infer([np.zeros(2, plain)], keep_order=True)
+    for other in (np.dtype(plain, align=True), np.dtype([("a", "i1"), ("b", ">i8")]), np.dtype(plain[:1])):
+        assert not fits(schema, np.zeros(2, other))
+    refused = [
+        ([(("title", "a"), "i4")], "a dict of its fields"),
+        ([("a", object)], "a list"),
+        ([("a", np.dtype("i4", metadata={"unit": "m"}))], "metadata"),
+    ]
+    for dtype_, telling in refused:
+        with pytest.raises(SchemaMismatch, match=telling):
+            Schema.infer([np.zeros(2, dtype_)], keep_order=True)

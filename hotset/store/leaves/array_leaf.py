@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from hotset.store.leaves.array_dtypes import dtype_of, name_of
 from hotset.store.leaves.leaf import LARGEST_DIMENSION, Carrier, Leaf, SchemaMismatch, Shape
 
 __all__ = [
@@ -30,7 +31,6 @@ __all__ = [
     "numpy_leaf",
 ]
 
-_CACHED_KINDS = "biufcmMSU"
 _SMALL = 2048  # bytes of an array, up to which a call for each would cost more than its copying
 
 
@@ -65,7 +65,7 @@ class ArrayLeaf(Leaf):
     """A tensor or a numpy array.
 
     Attributes:
-        dtype: torch's name without ``torch.``, or numpy's type string (which has the byte order).
+        dtype: torch's name without ``torch.``, or numpy's (:mod:`hotset.store.leaves.array_dtypes`).
         ndim: number of dimensions.
         shape: the shape that all samples share, or None if it varies.
         order: how the dimensions of a sample lie in memory, outermost first.
@@ -224,7 +224,7 @@ class NumpyLeaf(ArrayLeaf):
 
     @cached_property
     def numpy_dtype(self) -> np.dtype[Any]:
-        return np.dtype(self.dtype)
+        return dtype_of(self.dtype)
 
     @property
     def _carrier_dtype(self) -> np.dtype[Any]:
@@ -233,12 +233,13 @@ class NumpyLeaf(ArrayLeaf):
     def _carrier(self, value: object) -> Carrier:
         if type(value) is not np.ndarray:
             raise SchemaMismatch(f"{type(value).__name__} instead of a numpy array")
-        if value.dtype.str != self.dtype or value.ndim != self.ndim:
+        if value.dtype != self.numpy_dtype or value.ndim != self.ndim:
             raise SchemaMismatch(
                 f"{value.dtype} with {value.ndim} dimensions instead of {self.dtype} with {self.ndim}"
             )
         if not self._has_flags(value):
-            _refuse_dtype(value)
+            if name_of(value.dtype) != self.dtype:
+                raise SchemaMismatch(f"{value.dtype!r} instead of {self.numpy_dtype!r}")
             raise SchemaMismatch(
                 "an array that can be written to among read-only ones, or the other way round"
             )
@@ -250,8 +251,10 @@ class NumpyLeaf(ArrayLeaf):
         return values if alike else None
 
     def _has_flags(self, array: Carrier) -> bool:
-        """Whether an array can be written to if the leaf's can, and its dtype has no metadata."""
-        return array.flags.writeable == self.writeable and array.dtype.metadata is None
+        """Whether an array can be written to if the leaf's can, and its dtype is no more than it tells."""
+        if array.flags.writeable != self.writeable or array.dtype.metadata is not None:
+            return False
+        return array.dtype.names is None or name_of(array.dtype) == self.dtype
 
     def get(self, buffer: Any, offset: int, dims: Shape) -> Any:
         array = super().get(buffer, offset, dims)
@@ -275,25 +278,16 @@ class NumpyLeaf(ArrayLeaf):
         return {**super().to_json(), **({} if self.writeable else {"writeable": False})}
 
 
-def _refuse_dtype(value: Carrier) -> None:
-    """Raise SchemaMismatch for an array whose dtype its type string does not describe."""
-    if value.dtype.metadata is not None:
-        raise SchemaMismatch(f"a numpy array whose dtype has metadata ({dict(value.dtype.metadata)})")
-
-
 def numpy_leaf(value: Carrier, *, keep_order: bool) -> NumpyLeaf:
     """Return the leaf that fits exactly this array.
 
     Raises:
         SchemaMismatch: it could not come back as it was.
     """
-    if value.dtype.kind not in _CACHED_KINDS:
-        parts = "a list" if value.dtype.hasobject else "a dict of its fields"
-        raise SchemaMismatch(f"a numpy array of {value.dtype}; return {parts} to have it cached")
-    _refuse_dtype(value)
+    name = name_of(value.dtype)
     strides = tuple(step // max(value.itemsize, 1) for step in value.strides)
     order = memory_order(value.shape, strides)
-    return NumpyLeaf(value.dtype.str, value.ndim, value.shape, order, keep_order, value.flags.writeable)
+    return NumpyLeaf(name, value.ndim, value.shape, order, keep_order, value.flags.writeable)
 
 
 def numpy_from_json(described: Any) -> NumpyLeaf:
@@ -303,8 +297,7 @@ def numpy_from_json(described: Any) -> NumpyLeaf:
         ValueError, KeyError, TypeError: the description does not fit any array.
     """
     dtype, writeable = described["dtype"], described.get("writeable", True)
-    if np.dtype(dtype).kind not in _CACHED_KINDS or np.dtype(dtype).str != dtype:
-        raise ValueError(f"the dtype of an array must be one that is cached, got {dtype}")
+    dtype_of(dtype)
     if type(writeable) is not bool:
         raise ValueError(f"an array must be writeable or not, got {writeable!r}")
     return NumpyLeaf(dtype, *layout_from_json(described), writeable)
