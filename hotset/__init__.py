@@ -6,11 +6,13 @@
     loader = hotset.DataLoader(train, batch_size=256, shuffle=True, num_workers=8)
 
 Names are loaded when they are first used (PEP 562), so that ``import hotset`` and the command line do not
-wait for torch.
+wait for torch. Only ``multiprocessing``'s fork server loads at once what a loader's workers need: it forks
+them, and each would load that anew.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -146,3 +148,10 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
+
+
+# The fork server imports the main module for the workers that it forks.
+if "multiprocessing.forkserver" in sys.modules and import_module("hotset._fork_server").is_fork_server():
+    with contextlib.suppress(ImportError):  # as the server does; a worker that needs it raises
+        import_module("hotset.dataset.build")
+        import_module("hotset.loader.loader")

@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hotset._fork_server import is_below_fork_server
 from hotset._warnings import printable, warn
 from hotset.dataset.audit_budget import AuditBudget
 from hotset.determinism.argument_key import (
@@ -144,8 +145,9 @@ class Calls:
         self._generators: Generators | None = None
         self._told: set[str] = set()
         _every.add(self)
-        # A worker's parent has the store; the worker looks for it at its first call.
-        if multiprocessing.parent_process() is None:
+        # A worker's parent has the store; the worker looks for it at its first call. So do those that come
+        # from a fork server, which has not the program's key and would make a store of its own.
+        if multiprocessing.parent_process() is None and not is_below_fork_server():
             self._share = self._opened()
 
     def _opened(self) -> MemoStore:

@@ -10,7 +10,7 @@
     session
     store
     policy
-    errors  units  _warnings  _interrupts  _progress
+    errors  units  _warnings  _interrupts  _progress  _fork_server
 
 Nor do they go in a circle, within a layer either. Every import counts: at the top of a module, inside a
 function, and for type checking alone.
@@ -40,7 +40,7 @@ MODULES = {
 }
 
 LAYERS = [
-    {"errors", "units", "_warnings", "_interrupts", "_progress"},
+    {"errors", "units", "_warnings", "_interrupts", "_progress", "_fork_server"},
     {"policy"},
     {"store"},
     {"session"},
@@ -56,12 +56,23 @@ ONE_PART = {
     "_warnings": "errors",
     "_interrupts": "errors",
     "_progress": "errors",
+    "_fork_server": "errors",
     "__main__": "cli",
 }
 # The command line is what starts the others.
 MAY_START = {"cli": {"demo", "run", "server"}}
 
-WITHOUT_TORCH = ["policy", "session", "cli", "errors", "units", "_warnings", "_interrupts", "_progress"]
+WITHOUT_TORCH = [
+    "policy",
+    "session",
+    "cli",
+    "errors",
+    "units",
+    "_warnings",
+    "_interrupts",
+    "_progress",
+    "_fork_server",
+]
 WITHOUT_TORCH += ["memoize.memo_store"]  # `hotset run` holds it, beside the program's first seconds
 WITHOUT_TORCH += [
     f"store.{name}" for name in ("format", "segment", "locks", "memory_limits", "fsck", "claims", "allocator")
