@@ -32,7 +32,7 @@ class EpochSummary:
         batches: batches handed over so far.
         samples: samples in them.
         seconds: from the pass's beginning to its end, or to now.
-        waited: seconds that the consumer spent waiting for a batch.
+        waited: seconds that the consumer spent waiting for a batch, or for workers to start.
         hit_rate: share of the samples that came from the cache, over all processes that use it.
     """
 
@@ -73,6 +73,10 @@ class EpochSummary:
         (hits, misses), (hits_before, misses_before) = self._served(), self._before
         served = hits - hits_before + misses - misses_before
         return (hits - hits_before) / served if served else 0.0
+
+    def _began(self) -> None:
+        """Count as waiting what it took to begin: a fork server takes seconds to start."""
+        self.waited += time.perf_counter() - self._begin
 
     def _count(self, samples: int, waited: float) -> None:
         """Count a batch that is handed over."""

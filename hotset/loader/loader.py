@@ -204,6 +204,12 @@ class DataLoader(TorchDataLoader[T]):
         self.last_epoch = summary
         run.summary = summary
         run.describe(self._header(), under_way=True)
+        begun = self._batches(route, run, batches)
+        summary._began()
+        return begun
+
+    def _batches(self, route: Route | None, run: EpochProgress, batches: Any) -> Any:
+        """The pass's batches, for which workers are started where they are needed."""
         if route is not None and self.num_workers:
             for cache in route.followed:
                 cache.fill_for_workers()

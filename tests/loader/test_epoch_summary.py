@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,3 +91,26 @@ def test_a_cache_that_is_closed_in_mid_pass_has_served_what_came_before() -> Non
     cached.close()
     list(batches)
     assert 0.25 <= loader.last_epoch.hit_rate <= 0.5, "some may have been gathered ahead"
+
+
+class _Slow:
+    """A sampler that takes a while before its first index, which a loader wants as it starts workers."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[int]:
+        time.sleep(0.2)
+        yield from range(4)
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_what_a_pass_takes_to_begin_is_waiting(is_cached: bool) -> None:
+    """Starting workers takes seconds where they are no forks of the program."""
+    dataset: Any = TensorDataset(torch.arange(4))
+    with hotset.cache(dataset, memory="1MiB") as cached:
+        source = cached if is_cached else dataset
+        loader = hotset.DataLoader(source, sampler=_Slow(), num_workers=1)
+        list(loader)
+        assert loader.last_epoch is not None
+        assert 0.2 <= loader.last_epoch.waited <= loader.last_epoch.seconds
