@@ -60,3 +60,31 @@ def test_what_the_server_imports_is_loaded_once_and_shares_the_programs_results(
     program.write_text(PROGRAM)
     run = programs.run([str(program)], tmp_path)
     assert (run.stdout, run.stderr) == ("True\n20 5\n5\n", "")
+
+
+DIES = """
+import multiprocessing
+import torch
+from torch.utils.data import TensorDataset
+import hotset
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("forkserver")
+    multiprocessing.set_forkserver_preload(["raises"])
+    with hotset.cache(TensorDataset(torch.arange(8)), window=hotset.Window(4)) as window:
+        loader = hotset.DataLoader(window, batch_size=2)
+        print(sum(len(numbers) for _ in range(2) for (numbers,) in loader))
+"""
+
+
+def test_a_server_that_dies_as_it_imports_is_named_where_prefetch_workers_cannot_start(
+    programs: Programs, tmp_path: Path
+) -> None:
+    (tmp_path / "raises.py").write_text("raise RuntimeError('no main guard')\n")
+    program = tmp_path / "program.py"
+    program.write_text(DIES)
+    run = programs.run([str(program)], tmp_path)
+    assert run.stdout == "8\n"
+    assert "RuntimeError: no main guard" in run.stderr
+    assert "The fork server has ended, and its output on stderr says why" in run.stderr
+    assert "ulimit" not in run.stderr

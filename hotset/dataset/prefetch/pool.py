@@ -201,6 +201,11 @@ class PrefetchPool:
             warn(sentence)
 
     def _advice(self, error: Exception) -> str:
+        if isinstance(error, (ConnectionError, EOFError)):
+            return (
+                "The fork server has ended, and its output on stderr says why; if it ended as it imported "
+                'this program, write what starts processes below `if __name__ == "__main__":`.'
+            )
         if isinstance(error, OSError):
             return "Look at the limits of this shell (`ulimit -a`)."
         if multiprocessing.current_process().daemon:
