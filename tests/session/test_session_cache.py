@@ -48,8 +48,8 @@ import hotset
 from hotset import HotsetWarning, Window
 from hotset.dataset.dataset_proxy import current_of
 from hotset.errors import ArgumentError, NotCacheable, QuantityError, SegmentError, SessionError
+from hotset.loader import epoch_summary, state
 from hotset.loader import local_batches as local
-from hotset.loader import state
 from hotset.session import find_or_create, reports, session_files, sessions
 from hotset.session import spill_dirs as spills
 from hotset.session.reclaim import reclaim
@@ -850,7 +850,7 @@ def test_a_session_tells_how_long_its_consumers_waited(monkeypatch: pytest.Monke
         return kilobyte(index)
 
     with hotset.cache(Samples(slow, N), session="a") as cached:
-        for module in (local, state):
+        for module in (local, state, epoch_summary):
             monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
         loader = hotset.DataLoader(cached, batch_size=8)
         list(loader)
