@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -221,6 +222,8 @@ class Interrupt(BaseException):
     pass
 
 
+# After torch.compile, of another test, 3.14 calls __enter__ so that an interrupt may come before the block.
+@pytest.mark.skipif(sys.version_info[:2] == (3, 14), reason="python/cpython#148874, mended in 3.15")
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_block_that_is_interrupted_at_any_instant_leaves_nothing_locked(shared: bool) -> None:
     """Looked at after each interrupt, while its exception, with all frames, is still there.
