@@ -32,7 +32,7 @@ from hotset.determinism.objects.safe_access import attributes_of
 from hotset.determinism.objects.thread_names import named_by_threads
 from hotset.determinism.timing import Timed
 
-__all__ = ["Trial", "alters_again", "alters_input", "attempt", "output_and_seconds"]
+__all__ = ["Trial", "alters_input", "attempt", "output_and_seconds"]
 
 _REPEATS = 16
 _TIMING_SECONDS = 0.02
@@ -123,33 +123,6 @@ def alters_input(steps: Sequence[Callable[..., Any]], values: Sequence[Any]) -> 
     """
     with _untouched(steps), Generators([steps]):
         return any(_alters(steps, copied(value)) for value in values)
-
-
-def alters_again(steps: Sequence[Callable[..., Any]], values: Sequence[Any]) -> bool:
-    """Whether transforms that changed one of these inputs in place change it, or their result, once more.
-
-    They do not if they change it to what it stays (they clip it), or only have it load what it stands for, as
-    xarray's arrays do. Leaves no trace.
-
-    Example:
-        >>> alters_again([lambda x: x.append(1)], [[2]]), alters_again([list.sort], [[2, 1]])
-        (True, False)
-    """
-    with _untouched(steps), Generators([steps]):
-        return any(_alters_again(steps, copied(value)) for value in values)
-
-
-def _alters_again(steps: Sequence[Callable[..., Any]], value: Any) -> bool:
-    found = []
-    for _ in range(2):
-        made = value
-        try:
-            for step in steps:
-                made = applied(step, made)
-        except own_errors():
-            return False
-        found.append((content_digests(made), content_digests(value)))
-    return found[0] != found[1]
 
 
 def _alters(steps: Sequence[Callable[..., Any]], value: Any) -> bool:

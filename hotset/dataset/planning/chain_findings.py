@@ -31,7 +31,7 @@ from hotset.determinism.batch_trial import mixed_rows, try_together
 from hotset.determinism.chain import Values, is_list, leaves
 from hotset.determinism.declare import declared
 from hotset.determinism.split import Split, split
-from hotset.determinism.trial import alters_again, alters_input
+from hotset.determinism.trial import alters_input
 from hotset.determinism.verdict import Verdict, verdict_of
 from hotset.errors import NotCacheable
 from hotset.store.leaves.instances import plain_attributes
@@ -311,8 +311,7 @@ class ChainJudge:
                     "before it, and one draw would be cached; give the chain as transform=[...] to "
                     f"hotset.cache instead, with what the dataset does around it; or {DECODED_ALONE}."
                 )
-        is_altered = alters_input(steps, values) and alters_again(steps, values)
-        if is_altered and any(
+        if alters_input(steps, values) and any(
             passes_shared_objects(self.pipeline, index, self._left)[number] for index in self.reads.indices
         ):
             name = self.pipeline.attributes[number].name
