@@ -65,6 +65,11 @@ class Attachment:
             self._join()
         return self._store
 
+    @property
+    def attached(self) -> Store | None:
+        """The store, if this process has attached to it."""
+        return self._store if self._process == os.getpid() else None
+
     def watch(self, watch: DrawWatch) -> None:
         """Watch the reads for the store."""
         self._watch = watch

@@ -374,12 +374,14 @@ class SampleAccess:
 
     def served(self) -> tuple[int, int]:
         """Hits and misses so far, over all processes."""
-        store = self.any_store
+        self._note_served(self.any_store)
+        hits, misses = self._served
+        return hits, misses + self.uncached
+
+    def _note_served(self, store: Store | None) -> None:
         if store is not None:
             sums = store.segment.slots.sum(axis=0).tolist()
             self._served = sums[Slot.HITS] + sums[Slot.PEER_HITS], sums[Slot.MISSES]
-        hits, misses = self._served
-        return hits, misses + self.uncached
 
     def stats(self) -> Stats:
         """What the cache holds and has served, over all processes."""
@@ -529,7 +531,7 @@ class SampleAccess:
 
     def close(self) -> None:
         """Detach from the cache; samples come from the source from then on."""
-        self.served()
+        self._note_served(self._attachment.attached)  # a finalizer must not attach in order to close
         if self.window is not None:
             self.window.close()
         if self.remote is not None:
