@@ -86,10 +86,9 @@ def test_a_cache_that_is_closed_in_mid_pass_has_served_what_came_before() -> Non
     batches = iter(loader)
     for _ in range(4):
         next(batches)
-    assert loader.last_epoch is not None
-    assert loader.last_epoch.hit_rate == 1.0
-    cached.close()
+    cached.close()  # not looked at before, which would note what was served
     list(batches)
+    assert loader.last_epoch is not None
     assert 0.25 <= loader.last_epoch.hit_rate <= 0.5, "some may have been gathered ahead"
 
 
