@@ -55,6 +55,7 @@ from hotset.determinism.objects.object_graph import attributes
 from hotset.determinism.objects.safe_access import is_a, loaded_class, shown
 from hotset.store.leaves.codecs import given_codec
 from hotset.store.leaves.instances import solid_base
+from hotset.store.leaves.sparse_tensors import sparse_parts
 
 __all__ = ["array_bytes", "content_digests", "differs", "integers_of"]
 
@@ -67,14 +68,6 @@ _CONTAINERS = (dict, list, tuple)  # as such, these have no attributes
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 _MANY = 1_000  # values that have one digest together: a vocabulary's would take a minute
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ROWS, _COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
-_PARTS_OF_SPARSE = {
-    torch.sparse_coo: ("is_coalesced", "_indices", "_values"),
-    torch.sparse_csr: _ROWS,
-    torch.sparse_bsr: _ROWS,
-    torch.sparse_csc: _COLUMNS,
-    torch.sparse_bsc: _COLUMNS,
-}
 # Files in memory; other iterators are another one each time.
 _IN_MEMORY = (io.BytesIO, io.StringIO)
 _PICKLED_BY = ("__reduce_ex__", "__reduce__", "__getstate__")
@@ -352,8 +345,8 @@ def _children(node: Any) -> Iterator[tuple[str, Any]]:
     elif is_a(node, torch.Tensor) and node.is_nested:
         yield from ((f"[{i}]", part) for i, part in enumerate(node.unbind()))
         return
-    elif is_a(node, torch.Tensor) and node.layout in _PARTS_OF_SPARSE:
-        yield from ((f".{name}()", getattr(node, name)()) for name in _PARTS_OF_SPARSE[node.layout])
+    elif is_a(node, torch.Tensor) and (parts := sparse_parts(node)) is not None:
+        yield from ((f".{name}()", part) for name, part in parts.items())
     elif is_a(node, (np.ndarray, np.void)):
         yield from _array_children(np.asarray(node))
     for name, value in sorted(attributes(node).items()):

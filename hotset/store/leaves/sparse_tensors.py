@@ -6,7 +6,31 @@ from typing import Any
 
 from hotset.store.leaves.leaf import SchemaMismatch, is_tensor
 
-__all__ = ["flatten_sparse", "is_sparse", "unflatten_sparse"]
+__all__ = ["flatten_sparse", "is_sparse", "sparse_parts", "unflatten_sparse"]
+
+_ROWS, _COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+# The methods that return what a tensor of each layout consists of.
+_PARTS = {
+    "torch.sparse_coo": ("_indices", "_values", "is_coalesced"),
+    "torch.sparse_csr": _ROWS,
+    "torch.sparse_bsr": _ROWS,
+    "torch.sparse_csc": _COLUMNS,
+    "torch.sparse_bsc": _COLUMNS,
+}
+
+
+def sparse_parts(tensor: Any) -> dict[str, Any] | None:
+    """What a sparse tensor consists of, but for its size, by the methods that return it; None of another.
+
+    Example:
+        >>> import torch
+        >>> sparse_parts(torch.eye(2).to_sparse())["_values"]
+        tensor([1., 1.])
+        >>> sparse_parts(torch.eye(2)) is None
+        True
+    """
+    names = _PARTS.get(str(tensor.layout))
+    return None if names is None else {name: getattr(tensor, name)() for name in names}
 
 
 def is_sparse(value: object) -> bool:
@@ -17,31 +41,21 @@ def is_sparse(value: object) -> bool:
 
 
 def flatten_sparse(value: Any) -> Any:
-    if not is_sparse(value):
+    parts = sparse_parts(value) if is_sparse(value) else None
+    if parts is None:
         raise SchemaMismatch("another tensor than a sparse one on the CPU that requires no gradient")
-    layout = str(value.layout)
-    first, second, values = (getattr(value, name)() for name in _PARTS[layout])
-    return layout, list(value.shape), value.is_coalesced() if layout == _COO else None, first, second, values
+    return str(value.layout), list(value.shape), *parts.values()
 
 
 def unflatten_sparse(tree: Any) -> Any:
     """A sparse tensor of its parts, which are checked: indices beyond its size would reach other memory."""
     import torch
 
-    layout, size, is_coalesced, first, second, values = tree
-    if layout == _COO:
-        return torch.sparse_coo_tensor(first, values, size, check_invariants=True, is_coalesced=is_coalesced)
+    layout, size, first, second, third = tree
+    if layout == "torch.sparse_coo":
+        indices, values, is_coalesced = first, second, third
+        return torch.sparse_coo_tensor(
+            indices, values, size, check_invariants=True, is_coalesced=is_coalesced
+        )
     kind = getattr(torch, layout.removeprefix("torch."))
-    return torch.sparse_compressed_tensor(first, second, values, size, layout=kind, check_invariants=True)
-
-
-_COO = "torch.sparse_coo"
-_ROWS, _COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
-# The methods that return what a tensor of each layout consists of; one of coordinates has only two parts.
-_PARTS = {
-    _COO: ("_indices", "_nnz", "_values"),
-    "torch.sparse_csr": _ROWS,
-    "torch.sparse_bsr": _ROWS,
-    "torch.sparse_csc": _COLUMNS,
-    "torch.sparse_bsc": _COLUMNS,
-}
+    return torch.sparse_compressed_tensor(first, second, third, size, layout=kind, check_invariants=True)
