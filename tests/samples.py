@@ -90,6 +90,11 @@ def poster_and_label(index: int) -> tuple[torch.Tensor, int]:
     return torch.from_numpy(row), index
 
 
+def clip_and_label(index: int) -> tuple[torch.Tensor, int]:
+    """300 KB: frames that lie one by one as HWC and are seen as CHW, as readers of videos return them."""
+    return poster_and_label(index)[0].view(4, 160, 160, 3).permute(0, 3, 1, 2), index
+
+
 def constant_row(index: int) -> torch.Tensor:
     """64 KiB of one number: a torn read shows as two numbers in one sample."""
     return torch.full((8192,), index, dtype=torch.int64)

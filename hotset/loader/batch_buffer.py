@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from hotset.store.blocks import Blocks
@@ -20,6 +21,7 @@ from hotset.store.blocks import Blocks
 __all__ = ["BatchBuffer", "BlockCollate"]
 
 _ALIGN = 64
+_STACKED_IN_ORDER = 3  # dimensions up to which torch.stack gives batches in C order
 _LARGE = 1 << 20  # bytes of a tensor; malloc seldom faults in the memory of a smaller one anew
 
 # Kinds of values that are collated elsewhere and then copied to the buffer: a few bytes for each sample.
@@ -101,7 +103,7 @@ class BatchBuffer:
             and t.device.type == "cpu"
             and not (t.requires_grad or t.is_quantized or t.is_nested)
             for t in batch
-        )
+        ) and (_is_in_worker() or all(map(_is_stacked_in_order, batch)))
         count = len(batch) * first.numel() if plain else 0
         at = self._room(count * first.itemsize)
         if at is None:
@@ -132,6 +134,16 @@ class BatchBuffer:
         together = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors)
         alone = [t for t in tensors if together[t.untyped_storage().data_ptr()] == 1 and _fills_its_memory(t)]
         return _with_places(made, {id(tensor): self.put(tensor) for tensor in alone})
+
+
+def _is_in_worker() -> bool:
+    """Whether ``default_collate`` stacks into shared memory here: in C order whatever that of the tensors."""
+    return get_worker_info() is not None
+
+
+def _is_stacked_in_order(tensor: torch.Tensor) -> bool:
+    """Whether ``torch.stack`` makes a batch in C order of such tensors; not of clips that lie as THWC."""
+    return tensor.ndim <= _STACKED_IN_ORDER or tensor.is_contiguous()
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)

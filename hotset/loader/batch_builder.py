@@ -22,7 +22,7 @@ import torch
 
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.streams.cached_stream import CachedStream, passes_of
-from hotset.loader.collate import bound
+from hotset.loader.collate import as_in_workers, bound
 from hotset.loader.index_route import Indices, Route, fetched
 from hotset.store.batch_layout import NotGathered
 from hotset.store.blocks import Blocks
@@ -38,12 +38,20 @@ _RUN_BYTES = 1 << 20
 _SMALL = 2048  # bytes of a record
 
 
-def make_gather(single: SampleAccess, collate_fn: Callable[[list[Any]], Any], sample: int) -> Gather | None:
-    """The gather for this cache and collate function, checked on one sample; None if it cannot be made."""
+def make_gather(
+    single: SampleAccess, collate_fn: Callable[[list[Any]], Any], sample: int, *, for_workers: bool
+) -> Gather | None:
+    """The gather for this cache and collate function, checked on one sample; None if it cannot be made.
+
+    Args:
+        for_workers: whether batches are to be as workers would make them.
+    """
     store = single.store
     if store is None or single.source.live:
         return None
     collate_samples, variable = bound(collate_fn, store.schema)
+    if for_workers:
+        collate_samples = as_in_workers(collate_samples)
     try:
         gather = Gather(store, collate_samples, variable)
         gather.compare(sample)

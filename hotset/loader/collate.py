@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -27,7 +28,7 @@ from hotset.store.leaves.schema import Schema
 from hotset.store.leaves.tree import Group, Node
 from hotset.store.ragged import Ragged
 
-__all__ = ["Pad", "RaggedCollate", "bound", "is_known", "pad", "ragged"]
+__all__ = ["Pad", "RaggedCollate", "as_in_workers", "bound", "is_known", "pad", "ragged"]
 
 Path = tuple[Any, ...]
 
@@ -123,6 +124,20 @@ def is_known(collate: Callable[..., Any]) -> bool:
     if collate is not default_collate and not isinstance(collate, (Pad, RaggedCollate)):
         return False
     return all(function.__module__ == _TORCHS for function in default_collate_fn_map.values())
+
+
+def as_in_workers(collate: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """The same batches, as a function that :func:`is_known` makes them in a worker.
+
+    There ``default_collate`` stacks into shared memory, in C order. Elsewhere ``torch.stack`` makes of clips
+    that lie as THWC, and are seen as TCHW, a batch that lies likewise.
+
+    Example:
+        >>> clips = [torch.zeros(2, 4, 5, 3).permute(0, 3, 1, 2)] * 2
+        >>> default_collate(clips).is_contiguous(), as_in_workers(default_collate)(clips).is_contiguous()
+        (False, True)
+    """
+    return lambda samples: tree_map_only(torch.Tensor, torch.Tensor.contiguous, collate(samples))
 
 
 def bound(

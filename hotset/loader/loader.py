@@ -49,7 +49,7 @@ from hotset.errors import ArgumentError, StateError
 from hotset.loader.batch_buffer import BlockCollate
 from hotset.loader.batch_builder import BatchBuilder, LocalGather, make_gather
 from hotset.loader.batch_order import BatchOrder, draw_base_seed
-from hotset.loader.collate import bound, is_known
+from hotset.loader.collate import as_in_workers, bound, is_known
 from hotset.loader.epoch_summary import EpochSummary
 from hotset.loader.index_route import Route, route_to
 from hotset.loader.local_batches import LocalBatches
@@ -517,7 +517,8 @@ class DataLoader(TorchDataLoader[T]):
             cached_ids = store.in_common_form(ids)
             if not len(cached_ids):  # nothing was read so far
                 return None
-            gather = make_gather(single, self.collate_fn, int(cached_ids[0]))
+            for_workers = self.num_workers > 0
+            gather = make_gather(single, self.collate_fn, int(cached_ids[0]), for_workers=for_workers)
             pinned = self.pin_memory and torch.accelerator.is_available()
             size = single.plan.sample_bytes
             local = LocalGather(gather, size, pinned=pinned) if gather is not None else None
@@ -537,13 +538,16 @@ class DataLoader(TorchDataLoader[T]):
 
     def _collate(self, route: Route) -> Callable[[Any], Any]:
         """The collate function, which also pins its result if torch's loader would."""
+        pins = self.pin_memory and torch.accelerator.is_available()
         collate_fn: Callable[[Any], Any] = bound(self.collate_fn, route.schema)[0]
-        if not (self.pin_memory and torch.accelerator.is_available()):
-            if self.collate_fn is not default_collate or self.batch_sampler is None:
-                return collate_fn
+        if self.collate_fn is default_collate and self.batch_sampler is not None and not pins:
             if self._into_blocks is None:
                 self._into_blocks = BlockCollate()
-            return self._into_blocks
+            collate_fn = self._into_blocks
+        if self.num_workers and is_known(self.collate_fn):
+            collate_fn = as_in_workers(collate_fn)
+        if not pins:
+            return collate_fn
         return lambda samples: pin_memory(collate_fn(samples))  # type: ignore[no-untyped-call]
 
     # ---- by workers ----------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ and the two must be equal to the bit.
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,7 @@ from live import (
 from observed import EPOCHS, compare, record
 from samples import (
     bfloat_and_half,
+    clip_and_label,
     image_and_label,
     mapping,
     named,
@@ -249,6 +251,30 @@ def test_equal_when_worker_init_fn_reseeds() -> None:
 )
 def test_equal_for_batches_large_enough_for_a_thread(sampler: str, workers: int) -> None:
     check_equal(lambda: Samples(poster_and_label, N), list, large(SAMPLERS[sampler]), num_workers=workers)
+
+
+@pytest.mark.parametrize("suffix", ["no suffix", "torch"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_clips_lie_in_a_batch_as_torch_lays_them(workers: int, suffix: str) -> None:
+    """Without workers in the order that they have in memory, with workers in C order."""
+    check_equal(
+        lambda: Samples(clip_and_label, N),
+        SUFFIXES[suffix],
+        large(SAMPLERS["shuffle"]),
+        num_workers=workers,
+    )
+
+
+@pytest.mark.parametrize("collate", [None, hotset.collate.pad(0)])
+def test_warm_clips_need_no_workers(collate: Callable[[list[Any]], Any] | None) -> None:
+    with hotset.cache(Samples(clip_and_label, N), memory="64MiB") as cached:
+        loader = hotset.DataLoader(cached, batch_size=4, num_workers=2, collate_fn=collate)
+        for started in (2, 0):
+            batches = iter(loader)
+            next(batches)
+            assert len(multiprocessing.active_children()) == started
+            for clips, _ in batches:
+                assert clips.is_contiguous()
 
 
 def large(options: Options) -> Options:
