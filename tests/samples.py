@@ -207,6 +207,7 @@ def permuted(index: int) -> list[Any]:
         base.permute(3, 1, 0, 2),
         base.transpose(0, 3),
         base.to(memory_format=torch.channels_last),
+        _pattern((5, 3, 1, 3), index, torch.float32).permute(0, 3, 1, 2),  # pictures of one column
         base[0].t() if base[0].dim() == 2 else base[0].permute(2, 0, 1),
         np.asfortranarray(array),
         array.T,

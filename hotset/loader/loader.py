@@ -540,12 +540,13 @@ class DataLoader(TorchDataLoader[T]):
         """The collate function, which also pins its result if torch's loader would."""
         pins = self.pin_memory and torch.accelerator.is_available()
         collate_fn: Callable[[Any], Any] = bound(self.collate_fn, route.schema)[0]
-        if self.collate_fn is default_collate and self.batch_sampler is not None and not pins:
-            if self._into_blocks is None:
-                self._into_blocks = BlockCollate()
-            collate_fn = self._into_blocks
-        if self.num_workers and is_known(self.collate_fn):
-            collate_fn = as_in_workers(collate_fn)
+        if is_known(self.collate_fn):
+            if self.collate_fn is default_collate and self.batch_sampler is not None and not pins:
+                if self._into_blocks is None:
+                    self._into_blocks = BlockCollate()
+                collate_fn = self._into_blocks
+            if self.num_workers:
+                collate_fn = as_in_workers(collate_fn)
         if not pins:
             return collate_fn
         return lambda samples: pin_memory(collate_fn(samples))  # type: ignore[no-untyped-call]

@@ -24,7 +24,7 @@ from helpers import all_pairs, equal_batches, eventually, rarely, seed_everythin
 from kills import child, ended, gone
 from live import draw_all
 from resuming import same, training
-from samples import image_and_label, number
+from samples import image_and_label, number, poster_and_label
 from sources import Counting, Listed, ReadLog, Samples, Streamed, Transformed
 from test_loader_equals_torch import compare, record
 from test_resume_epochs import through_json
@@ -225,18 +225,22 @@ def test_batches_that_are_nested_deeply_arrive_as_from_torch(workers: int) -> No
     cached.close()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("make", "workers"), [(image_and_label, 0), (image_and_label, 2), (poster_and_label, 0)]
+)
 def test_functions_that_the_user_has_registered_for_default_collate_are_used(
-    workers: int, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[int], Any], workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In batches of more than a megabyte, too, which the main process collates into memory of its own."""
+
     def as_list(batch: Any, *, collate_fn_map: Any = None) -> list[Any]:
         return list(batch)
 
     monkeypatch.setitem(default_collate_fn_map, torch.Tensor, as_list)
-    data = Samples(image_and_label, N)
+    data = Samples(make, N)
     expected = list(DataLoader(data, batch_size=4, num_workers=workers))
     assert isinstance(expected[0][0], list)
-    with hotset.cache(data, memory="1MiB") as cached:
+    with hotset.cache(data, memory="16MiB") as cached:
         loader = hotset.DataLoader(cached, batch_size=4, num_workers=workers)
         for _ in range(2):
             equal_batches(list(loader), expected)

@@ -55,7 +55,11 @@ def memory_order(shape: Shape, strides: Shape) -> Shape:
     identity = tuple(range(len(shape)))
     if _is_dense_in(identity, shape, strides):
         return identity
-    # Dimensions of one element have arbitrary strides: they go first, and count for nothing.
+    # Where the strides of dimensions of one element fit in, they are kept: torch.stack looks at them.
+    order = tuple(sorted(identity, key=lambda axis: (-strides[axis], -shape[axis], axis)))
+    if strides == dense_strides(shape, order):
+        return order
+    # Otherwise these are arbitrary: they go first, and count for nothing.
     order = tuple(sorted(identity, key=lambda axis: (shape[axis] != 1, -strides[axis], axis)))
     return order if _is_dense_in(order, shape, strides) else identity
 
