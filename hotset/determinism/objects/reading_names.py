@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
@@ -79,8 +79,7 @@ def reading_code(dataset: Any, but: Collection[str] = ()) -> ReadingCode:
     names: set[str] = set()
     functions: list[types.FunctionType] = []
     reads_any = False
-    while search.waiting and not search.is_too_wide:
-        function = search.waiting.pop()
+    for function in search.functions():
         functions.append(function)
         found = names_in(function.__code__)
         reads_any |= bool(found & _OF_ANY_NAME)
@@ -88,8 +87,6 @@ def reading_code(dataset: Any, but: Collection[str] = ()) -> ReadingCode:
             search.add_of_class(kind, name)
             if name in held and name not in but:
                 search.add(held[name])
-        if is_users(function):
-            search.add(*loaded_by(function))
         names |= found
     return ReadingCode(None if reads_any or search.is_too_wide else frozenset(names), functions)
 
@@ -101,15 +98,10 @@ def names_used_by(function: Any) -> frozenset[str]:
         >>> names_used_by(print)
         frozenset()
     """
-    search, names = _Search(), frozenset[str]()
+    search = _Search()
     if is_users(function):
         search.add(function)
-    while search.waiting and not search.is_too_wide:
-        called = search.waiting.pop()
-        names |= names_in(called.__code__)
-        if is_users(called):
-            search.add(*loaded_by(called))
-    return names
+    return frozenset[str]().union(*(names_in(each.__code__) for each in search.functions()))
 
 
 class _Search:
@@ -118,7 +110,7 @@ class _Search:
     (An enumeration holds its members, and each member is of that enumeration.)
 
     Attributes:
-        waiting: functions that were found, each code once.
+        waiting: functions that were found and not given yet, each code once.
     """
 
     def __init__(self) -> None:
@@ -131,6 +123,14 @@ class _Search:
     def is_too_wide(self) -> bool:
         """Whether there is more than can be looked through."""
         return self._is_blind or len(self._codes) > _MOST or len(self._seen) > _MOST_VALUES
+
+    def functions(self) -> Iterator[types.FunctionType]:
+        """The functions that were found, and those that the user's among them load, as far as it can look."""
+        while self.waiting and not self.is_too_wide:
+            function = self.waiting.pop()
+            yield function
+            if is_users(function):
+                self.add(*loaded_by(function))
 
     def add_of_class(self, kind: type, name: str) -> None:
         """Add the functions of a class and its bases that a name may stand for."""
