@@ -57,7 +57,7 @@ from hotset.store.leaves.codecs import given_codec
 from hotset.store.leaves.instances import solid_base
 from hotset.store.leaves.sparse_tensors import sparse_parts
 
-__all__ = ["array_bytes", "content_digests", "differs", "integers_of"]
+__all__ = ["array_bytes", "changed_place", "content_digests", "differs", "integers_of"]
 
 Array = npt.NDArray[Any]
 # Compared by their own ==, not by their parts. A path fills its attributes as they are read.
@@ -114,6 +114,11 @@ def content_digests(sample: object) -> dict[str, bytes]:
         return dict(_digests(sample, "", {}))
     except RecursionError:
         return {}
+
+
+def changed_place(before: dict[str, bytes], now: dict[str, bytes]) -> str | None:
+    """The first place at which two results of :func:`content_digests` differ; None if they are equal."""
+    return next((place for place in before | now if before.get(place) != now.get(place)), None)
 
 
 _Pairs = dict[tuple[int, int], tuple[Any, Any]]

@@ -24,11 +24,10 @@ from hotset.determinism.aliasing import copied
 from hotset.determinism.chain import applied
 from hotset.determinism.draws.probe import probe
 from hotset.determinism.draws.rng import Generators
-from hotset.determinism.equality import content_digests
+from hotset.determinism.equality import changed_place, content_digests
 from hotset.determinism.objects.held_values import Room
 from hotset.determinism.objects.names import Names
-from hotset.determinism.objects.object_graph import attributes, held_objects, reached_by_code
-from hotset.determinism.objects.safe_access import attributes_of
+from hotset.determinism.objects.object_graph import held_objects, reached_by_code
 from hotset.determinism.objects.thread_names import named_by_threads
 from hotset.determinism.timing import Timed
 
@@ -77,15 +76,16 @@ def attempt(step: Callable[[Any], Any], inputs: Sequence[Any], seconds: float) -
 
     with _untouched([step]):
         first = probe(call, range(len(inputs)), (step,), repeats=2)
-        settled = _digests(step)
+        settled = content_digests(step)
         calls = int(seconds / max(first.seconds * len(inputs), 1e-6)) - 2
         # After an even number of passes the last call was for the first input, as after the first two: a
         # transform that only remembers its last input (MONAI's readers do) has the same state.
         again = probe(call, range(len(inputs)), (step,), repeats=2 * max(1, min(calls, _REPEATS - 2) // 2))
-        changed = _change(settled, _digests(step))
+        place = changed_place(settled, content_digests(step))
     differs = [*first.differs, *again.differs][:1]
     moved = dict.fromkeys((*first.moved, *again.moved))
     outputs = tuple(f"its output differs from call to call ({text})" for text in differs)
+    changed = () if place is None else (f"it changes itself with each call (at {place or 'its own value'})",)
     return Trial(first.samples, timed.seconds, (*moved, *outputs, *changed))
 
 
@@ -151,15 +151,3 @@ def _untouched(steps: Sequence[Any]) -> Iterator[None]:
         threads |= named_by_threads()
         for each in kept:
             each.put_back(threads)
-
-
-def _digests(step: Any) -> dict[str, bytes]:
-    return {} if not attributes(step) and attributes_of(step) is None else content_digests(step)
-
-
-def _change(before: dict[str, bytes], now: dict[str, bytes]) -> tuple[str, ...]:
-    """A sentence that names one attribute that has changed; empty if none has."""
-    for place in before | now:
-        if before.get(place) != now.get(place):
-            return (f"it changes itself with each call (at {place or 'its own value'})",)
-    return ()

@@ -36,7 +36,7 @@ import torch
 from hotset._interrupts import own_errors
 from hotset.determinism.draws.draw_watch import DrawWatch
 from hotset.determinism.draws.rng import Generators
-from hotset.determinism.equality import content_digests, differs
+from hotset.determinism.equality import changed_place, content_digests, differs
 
 __all__ = ["Probe", "probe"]
 
@@ -219,9 +219,8 @@ def _differs(index: int, first: object, digests: dict[str, bytes], again: object
     found = differs(first, again)
     if found:
         return f"sample {index}, {found}"
-    now = content_digests(again)
-    for place in digests | now:
-        if digests.get(place) != now.get(place):
-            where = f", at {place}" if place else ""
-            return f"sample {index}{where}: changed in place as it was read again"
-    return None
+    place = changed_place(digests, content_digests(again))
+    if place is None:
+        return None
+    where = f", at {place}" if place else ""
+    return f"sample {index}{where}: changed in place as it was read again"
