@@ -38,7 +38,7 @@ from hotset.determinism.verdict import name_of
 from hotset.store.format import PRESENT
 from hotset.store.store import Store
 
-__all__ = ["Audit", "first_difference", "steps_of"]
+__all__ = ["Audit", "first_difference"]
 
 _SHARE = 0.01
 _REPEATS = 16
@@ -109,8 +109,8 @@ class Audit:
         begun = time.monotonic()
         if self._generators is None:
             self._generators = Generators(self._source.read_parts)
-            self._outside = outer_code(self._source.dataset, steps_of(self._source))
-        held = HeldAttributes.near(self._source.dataset, steps_of(self._source), self._outside)
+            self._outside = outer_code(self._source.dataset, self._source.cached_steps)
+        held = HeldAttributes.near(self._source.dataset, self._source.cached_steps, self._outside)
         states = self._generators.states()
         try:
             found = differs(cached, self._source.read(index), across=True)
@@ -157,32 +157,25 @@ def first_difference(source: Source, store: Store) -> str | None:
         return None
     begun, varied = time.monotonic(), time.time_ns() * _GOLDEN
     positions = (0, len(cached) - 1, varied % len(cached), (varied >> 32) % len(cached))
-    generators = Generators(source.read_parts)
-    held = HeldAttributes(source.dataset, steps_of(source), outside=True)
-    states = generators.states()
-    try:
-        for sample_id in dict.fromkeys(int(cached[position]) for position in positions):
-            ids = np.array([sample_id])
-            copies = store.read(ids)
-            if copies is None:
-                continue
-            try:
-                found = differs(copies[0], source.read(sample_id), across=True)
-            except Exception:  # a sample that cannot be read now may be unchanged
-                continue
-            if found:
-                return f"sample {sample_id} ({found})"
-            if time.monotonic() - begun > _FIRST_SECONDS:
-                break
-    finally:
-        held.put_back()
-        generators.put(states)
+    steps = source.cached_steps
+    with Generators(source.read_parts):
+        held = HeldAttributes.of(source.dataset, steps, outside=outer_code(source.dataset, steps))
+        try:
+            for sample_id in dict.fromkeys(int(cached[position]) for position in positions):
+                copies = store.read(np.array([sample_id]))
+                if copies is None:
+                    continue
+                try:
+                    found = differs(copies[0], source.read(sample_id), across=True)
+                except Exception:  # a sample that cannot be read now may be unchanged
+                    continue
+                if found:
+                    return f"sample {sample_id} ({found})"
+                if time.monotonic() - begun > _FIRST_SECONDS:
+                    break
+        finally:
+            held.put_back()
     return None
-
-
-def steps_of(source: Source) -> list[Any]:
-    """What reading calls. A file that it opens in the main process would be shared by forked workers."""
-    return leaves((*source.inner, *source.prefix))
 
 
 def _why_it_differs(source: Source, index: int) -> str:
@@ -208,7 +201,7 @@ def _why_it_differs(source: Source, index: int) -> str:
     found = _random_one(leaves(source.prefix), sample)
     if found is not None:
         return f"{found} returns another output each time"
-    names = [type(source.dataset).__name__, *map(name_of, leaves((*source.inner, *source.prefix)))]
+    names = [type(source.dataset).__name__, *map(name_of, source.cached_steps)]
     return (
         f"something that {' -> '.join(names)} depends on has changed since: a file, a parameter, code, a "
         "global, or an object that reading itself changes"

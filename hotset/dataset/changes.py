@@ -97,7 +97,7 @@ class SetSince:
     def method_was_looked_up(self) -> None:
         """One of the dataset's methods is about to be called: what it sets counts."""
         if self._held is None:
-            self._held = HeldAttributes(self.dataset)
+            self._held = HeldAttributes.of(self.dataset)
 
     def elements_were_set(self) -> None:
         """What the dataset holds was set by index: that counts as if a method had set an attribute."""

@@ -34,7 +34,7 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
 from hotset._warnings import warn
 from hotset.dataset.audit import first_difference
-from hotset.dataset.held_attributes import Difference, HeldAttributes
+from hotset.dataset.held_attributes import Difference, HeldAttributes, with_objects
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.transform_attributes import (
     TRANSFORM_NAMES,
@@ -43,7 +43,6 @@ from hotset.dataset.transform_attributes import (
 )
 from hotset.dataset.wrapped_datasets import datasets_in
 from hotset.determinism.batched import Batched
-from hotset.determinism.chain import leaves
 from hotset.determinism.objects.code_dependencies import is_users
 from hotset.determinism.objects.held_values import Room
 from hotset.determinism.objects.object_graph import reached_by_code
@@ -97,8 +96,8 @@ class ContentWatch:
     def _find(self) -> None:
         """Find what may change, and what of it counts."""
         dataset, source = self._dataset, self._access.source
-        cached = [*leaves(source.prefix), *leaves(source.inner)]
-        self._cached = [step for step in cached if not isinstance(step, Batched)]  # it looks at its network
+        # A Batched looks at its network itself.
+        self._cached = [step for step in source.cached_steps if not isinstance(step, Batched)]
         chains = {attribute.name for attribute in transform_attributes_of(dataset)}
         # Their cached steps are compared one by one. torchvision holds its two transforms in a third, too.
         chains |= set(TRANSFORM_NAMES) if chains else set()
@@ -123,9 +122,9 @@ class ContentWatch:
         self._comparing.run(self._look)
 
     def _look(self) -> None:
-        self._inside = HeldAttributes(self._dataset, self._cached, Room(outermost=0), self._counts)
+        self._inside = HeldAttributes.of(self._dataset, self._cached, Room(outermost=0), self._counts)
         # What its code uses besides.
-        self._around = HeldAttributes(None, room=Room(outermost=0), others=self._outer)
+        self._around = HeldAttributes(with_objects(self._outer), Room(outermost=0))
 
     def hold(self) -> None:
         """What has changed up to now counts, even if a pass ends before it is asked for."""

@@ -124,7 +124,7 @@ class CurrentCache:
     def set_epoch(self, epoch: int) -> None:
         """Call the dataset's ``set_epoch``, and follow what it has changed."""
         source = self.at_use().source
-        held = HeldAttributes(self._dataset)
+        held = HeldAttributes.of(self._dataset)
         # If the chain was cut, samples are read from a copy of the dataset.
         for dataset in {id(known): known for known in (self._dataset, source.dataset)}.values():
             if has(dataset, "set_epoch"):

@@ -52,15 +52,10 @@ from hotset.determinism.objects.held_values import ENTERED, PLAIN_TYPES, Room, s
 from hotset.determinism.objects.names import Counts, Names, is_its_own
 from hotset.determinism.objects.near_attributes import near_objects
 from hotset.determinism.objects.object_graph import held_objects, reached_by_code
-from hotset.determinism.objects.safe_access import (
-    attributes_of,
-    is_a,
-    is_opaque,
-    length,
-)
+from hotset.determinism.objects.safe_access import attributes_of, is_a, is_opaque, length
 from hotset.determinism.objects.thread_names import named_by_threads
 
-__all__ = ["Difference", "HeldAttributes", "outer_code"]
+__all__ = ["Difference", "HeldAttributes", "outer_code", "with_objects"]
 
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 
@@ -84,22 +79,19 @@ class Difference(NamedTuple):
 
 
 class HeldAttributes:
-    """The attributes of a dataset, and of what it holds, as they are when this is made.
+    """The attributes of some objects, as they are when this is made.
 
     Args:
-        dataset: the dataset, before it is read; None for none.
-        transforms: its transforms, before they are called.
-        room: how much is looked at; it is used up.
+        owners: the objects.
+        room: how much of what they hold is looked at; it is used up.
         counts: whether an attribute of an owner counts; all of its own do by default.
-        libraries: whether the objects of libraries count as well that a transform holds.
-        others: further objects, whose attributes count without the datasets that they hold.
-        outside: whether to put back as well what the code of the dataset and its transforms keeps outside of
-            them: in globals, classes, closures, and by ``functools.lru_cache``.
+        outside: functions and classes, from :func:`outer_code`: what they keep in globals, classes and
+            closures, and by ``functools.lru_cache``, is put back as well.
 
     Example:
         >>> import types
         >>> dataset = types.SimpleNamespace(file=None, read=[], box={"size": [3, 4]})
-        >>> held = HeldAttributes(dataset)
+        >>> held = HeldAttributes.of(dataset)
         >>> dataset.file = "an open file"
         >>> dataset.read.append(7)
         >>> dataset.box["size"][0] = 5
@@ -111,49 +103,49 @@ class HeldAttributes:
     """
 
     def __init__(
-        self,
+        self, owners: Iterable[Any], room: Room, counts: Counts = is_its_own, outside: Iterable[Any] = ()
+    ) -> None:
+        each_once = {id(owner): owner for owner in owners}.values()
+        self._held = [Names(owner, room, counts) for owner in each_once]
+        self._outside = [Names(each, Room.outside(), code=True) for each in outside]
+        self._threads = named_by_threads() if self._outside else {}
+
+    @classmethod
+    def of(
+        cls,
         dataset: Any,
         transforms: Iterable[Any] = (),
         room: Room | None = None,
         counts: Counts = is_its_own,
+        *,
         libraries: bool = False,
-        others: Iterable[Any] = (),
-        outside: bool = False,
-    ) -> None:
-        room, transforms = Room() if room is None else room, tuple(transforms)
-        owners: dict[int, Any] = {}
-        kinds_of_transforms: tuple[type, ...] = (object,) if libraries else _NAMESPACES
-        holders = [(dataset, _NAMESPACES), *((_holder(each), kinds_of_transforms) for each in transforms)]
-        found = [(each, kinds) for at, kinds in holders for each in (*datasets_in(at), *_itself(at))]
-        for owner, kinds in (*found, *((each, _NAMESPACES) for each in others)):
-            for each in (owner, *_objects_of(owner, counts, kinds)):
-                owners.setdefault(id(each), each)
-        self._held = [Names(owner, room, counts) for owner in owners.values()]
-        self._hold_outside(outer_code(dataset, transforms) if outside else ())
+        outside: Iterable[Any] = (),
+    ) -> HeldAttributes:
+        """The attributes of a dataset, of the datasets that it wraps, and of objects that these hold.
 
-    def _hold_outside(self, code: Iterable[Any]) -> None:
-        self._outside = [Names(each, Room.outside(), code=True) for each in code]
-        self._threads = named_by_threads() if self._outside else {}
+        Args:
+            dataset: the dataset, before it is read.
+            transforms: its transforms, before they are called; what they hold counts as well.
+            room: see :class:`HeldAttributes`; by default for what is compared in two milliseconds.
+            libraries: whether what a transform holds counts also where a library defines its class.
+        """
+        kinds = (object,) if libraries else _NAMESPACES
+        theirs = (each for step in transforms for each in _datasets_at(_holder(step)))
+        owners = [*with_objects(_datasets_at(dataset), counts), *with_objects(theirs, counts, kinds)]
+        return cls(owners, Room() if room is None else room, counts, outside)
 
     @classmethod
-    def near(
-        cls, dataset: Any, transforms: Iterable[Any] = (), outside: Iterable[Any] = ()
-    ) -> HeldAttributes:
+    def near(cls, dataset: Any, transforms: Iterable[Any], outside: Iterable[Any]) -> HeldAttributes:
         """The attributes of the objects that are near, with what small containers hold.
 
-        It takes about 50 us, so it can be made for a reading of one sample; and some microseconds for each
-        part of the code that keeps something ``outside`` of them, which :func:`outer_code` gave before.
+        It takes about 50 us, and some microseconds for each part of the code ``outside``, so it can be made
+        for a reading of one sample.
         """
-        held, holders = cls(None), [*datasets_in(dataset), *map(_holder, transforms)]
-        own = set(map(id, holders))
-        kinds = (Dataset, *_NAMESPACES)
-        found = (
-            each for each in near_objects(holders) if id(each) in own or is_a(each, kinds) or is_users(each)
-        )
-        room = Room.small()
-        held._held = [Names(each, room) for each in found]
-        held._hold_outside(outside)
-        return held
+        holders = [*datasets_in(dataset), *map(_holder, transforms)]
+        own, kinds = set(map(id, holders)), (Dataset, *_NAMESPACES)
+        near = near_objects(holders)
+        owners = [each for each in near if id(each) in own or is_a(each, kinds) or is_users(each)]
+        return cls(owners, Room.small(), outside=outside)
 
     def put_back(self) -> None:
         """Set all attributes to what they were, with the elements that they had."""
@@ -219,7 +211,7 @@ def _is_computed(owner: Any, name: str, before: Any, now: Any) -> bool:
     return before is None and kept and not issubclass(type(now), (types.FunctionType, types.MethodType))
 
 
-def outer_code(dataset: Any, transforms: Iterable[Any] = ()) -> list[Any]:
+def outer_code(dataset: Any, transforms: Iterable[Any]) -> list[Any]:
     """The functions and classes by which a dataset and its transforms may keep something outside of them."""
     holders = (*datasets_in(dataset), *transforms)
     found = [each for holder in holders for each in reached_by_code(holder)]
@@ -229,15 +221,26 @@ def outer_code(dataset: Any, transforms: Iterable[Any] = ()) -> list[Any]:
     return list({id(each): each for each in found if issubclass(type(each), kinds)}.values())
 
 
-def _itself(dataset: Any) -> Iterator[Any]:
-    """A dataset that is a container or an array, as ``elements`` of an object whose class has its name."""
-    kind = type(dataset)
+def with_objects(
+    owners: Iterable[Any], counts: Counts = is_its_own, kinds: tuple[type, ...] = _NAMESPACES
+) -> list[Any]:
+    """Owners, each with the objects of the user's classes, of these kinds, and chains that it holds."""
+    return [each for owner in owners for each in (owner, *_objects_of(owner, counts, kinds))]
+
+
+def _datasets_at(holder: Any) -> Iterator[Any]:
+    """An object, and the datasets that it wraps.
+
+    One that is a container or an array comes also as ``elements`` of an object whose class has its name.
+    """
+    yield from datasets_in(holder)
+    kind = type(holder)
     if issubclass(kind, (*ENTERED, np.ndarray, torch.Tensor)):
-        yield type(kind.__name__, (types.SimpleNamespace,), {})(elements=dataset)
+        yield type(kind.__name__, (types.SimpleNamespace,), {})(elements=holder)
 
 
 def _objects_of(owner: Any, counts: Counts, kinds: tuple[type, ...]) -> Iterator[Any]:
-    """The objects of the user's classes, of these kinds, and chains that an owner holds; no datasets."""
+    """What :func:`with_objects` adds to an owner; no datasets."""
     for name, value in list((attributes_of(owner) or {}).items()):
         if is_opaque(value) or type(value) in PLAIN_TYPES or is_a(value, Dataset) or not counts(owner, name):
             continue

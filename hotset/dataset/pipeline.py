@@ -102,11 +102,11 @@ class Pipeline:
         """The name of the dataset's class."""
         return self.dataset.name if isinstance(self.dataset, StreamSource) else type(self.dataset).__name__
 
-    def steps(self, cuts: Cuts) -> list[Any]:
-        """The leaf transforms of all chains that are used, in the order of the plan's rows."""
-        pairs = zip(self.attributes, cuts.own, strict=True)
-        used = [attribute.chain for attribute, own in pairs if own.cached != UNUSED]
-        return [*(step for chain in used for step in leaves(chain)), *leaves(self.given)]
+    def steps(self, cuts: Cuts | None = None) -> list[Any]:
+        """The leaf transforms of all chains, or of those that are used; in the order of the plan's rows."""
+        unused = [n for n, own in enumerate(cuts.own) if own.cached == UNUSED] if cuts is not None else []
+        chains = [attribute.chain for n, attribute in enumerate(self.attributes) if n not in unused]
+        return [step for chain in (*chains, self.given) for step in leaves(chain)]
 
     @classmethod
     def of(cls, dataset: Any, transform: Transform | Sequence[Transform] | None) -> Pipeline:
@@ -230,6 +230,11 @@ class Source:
     calls: Mapping[ChainCall, Sequence[Sequence[SamplePath]]] = field(default_factory=dict)
     otherwise: set[int] = field(default_factory=set)
     stores: bool = True
+
+    @property
+    def cached_steps(self) -> list[Any]:
+        """The leaf transforms that run as a sample is read for the cache, in order."""
+        return leaves((*self.inner, *self.prefix))
 
     @property
     def read_parts(self) -> list[Any]:

@@ -31,7 +31,7 @@ from torch.utils.data import get_worker_info
 from hotset._warnings import Warner
 from hotset.dataset.active_window import ActiveWindow
 from hotset.dataset.attachment import Attachment
-from hotset.dataset.audit import Audit, steps_of
+from hotset.dataset.audit import Audit
 from hotset.dataset.held_attributes import HeldAttributes, outer_code
 from hotset.dataset.pipeline import Source
 from hotset.dataset.plan import Plan
@@ -455,7 +455,7 @@ class SampleAccess:
         """Leave nothing open that is opened as this process reads what workers of a loader would have read:
         those that are forked later would share it.
         """
-        steps = steps_of(self.source)
+        steps = self.source.cached_steps
         held = HeldAttributes.near(self.source.dataset, steps, outer_code(self.source.dataset, steps))
         try:
             yield

@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from hotset.dataset.arguments import CacheOptions
-from hotset.dataset.held_attributes import HeldAttributes
+from hotset.dataset.held_attributes import HeldAttributes, outer_code
 from hotset.dataset.identity import Identity, NotShared, unshareable
 from hotset.dataset.pipeline import Cuts, Pipeline, Source
 from hotset.dataset.plan import Plan, Row
@@ -37,7 +37,6 @@ from hotset.dataset.planning.source_judgement import judge_source, refuse_if_in_
 from hotset.dataset.planning.stream_plan import plan_of_stream
 from hotset.dataset.source_reader import seconds_in_groups, spread
 from hotset.dataset.streams.source import StreamSource
-from hotset.determinism.chain import leaves
 from hotset.determinism.declare import declared
 from hotset.determinism.draws.probe import Probe, probe
 from hotset.determinism.equality import differs
@@ -163,7 +162,8 @@ def make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) -> 
     dataset, session = pipeline.dataset, options.session
     limit, warned = memory_limit(options)
     held = held_by_others(session, limit)
-    unread = HeldAttributes(dataset, _steps(pipeline), libraries=True, outside=True)
+    steps = pipeline.steps()
+    unread = HeldAttributes.of(dataset, steps, libraries=True, outside=outer_code(dataset, steps))
     try:
         # On a busy machine, a transform's time would be the time that torch's threads wait for each other.
         read = one_thread(lambda: _read(pipeline, options, limit - held))
@@ -242,7 +242,7 @@ def _read(pipeline: Pipeline, options: CacheOptions, limit: int) -> _Read:
         NotCacheable, ArgumentError: see :func:`hotset.cache`.
     """
     dataset, name = pipeline.dataset, pipeline.name
-    compared = HeldAttributes(dataset, _steps(pipeline), Room.larger())
+    compared = HeldAttributes.of(dataset, pipeline.steps(), Room.larger())
     had_polars = has_threads("polars")
     choice, source, probed = _decide(pipeline, options, limit)
     warned: list[str] = []
@@ -277,11 +277,6 @@ def _judged(
     judged, believed = judge_source(dataset, source, probed, stored=stored, draws_live=False)
     # It keeps its first samples, so they are alike: the note of its own probe tells more.
     return judged if believed else [], believed
-
-
-def _steps(pipeline: Pipeline) -> list[Any]:
-    own = [step for attribute in pipeline.attributes for step in leaves(attribute.chain)]
-    return [*own, *leaves(pipeline.given)]
 
 
 def _notes_on_checks(source: Source) -> list[str]:

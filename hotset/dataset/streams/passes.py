@@ -219,7 +219,7 @@ class StreamPasses:
             return
         stream, names = self._stream, reading_code(self._stream).names
         self._held = self._comparing.run(
-            lambda: HeldAttributes(
+            lambda: HeldAttributes.of(
                 stream,
                 room=Room(outermost=0),
                 counts=lambda owner, name: owner is not stream or names is None or name in names,
