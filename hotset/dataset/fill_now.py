@@ -10,7 +10,6 @@ It ends as soon as the cache is full, as what is read after that could not be st
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,7 +70,8 @@ def fill_now(access: SampleAccess, progress: bool, num_workers: int) -> None:
     parts = _Parts(access, missing)
     with filling_bar(access.plan.name, len(ids), progress) as show:
         show(len(ids) - len(missing), store.stored_bytes)
-        for number, done in enumerate(_each(parts, num_workers), 1):
+        here = map(parts.__getitem__, range(len(parts)))
+        for number, done in enumerate(loader_of_items(parts, num_workers) if num_workers else here, 1):
             for sentence, about in done.warnings:
                 access.warn(sentence, about)
             show(len(ids) - max(len(missing) - number * parts.size, 0), store.stored_bytes)
@@ -88,13 +88,6 @@ def require_worker_count(num_workers: object) -> None:
     """
     if type(num_workers) is not int or num_workers < 0:
         raise ArgumentError(f"num_workers= must be a whole number from 0 on, got {num_workers!r}.")
-
-
-def _each(parts: _Parts, num_workers: int) -> Iterator[_Done]:
-    if not num_workers:
-        yield from map(parts.__getitem__, range(len(parts)))
-        return
-    yield from loader_of_items(parts, num_workers)
 
 
 def loader_of_items(dataset: Dataset[Any], num_workers: int) -> DataLoader[Any]:

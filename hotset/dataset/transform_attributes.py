@@ -395,4 +395,4 @@ def _equal(one: tuple[TransformAttribute, ...], other: tuple[TransformAttribute,
     if [attribute.name for attribute in one] != [attribute.name for attribute in other]:
         return False
     chains = [(a.chain, b.chain) for a, b in zip(one, other, strict=True)]
-    return all(a is b or fingerprint((), [a]).digest == fingerprint((), [b]).digest for a, b in chains)
+    return all(a is b or fingerprint(a).digest == fingerprint(b).digest for a, b in chains)

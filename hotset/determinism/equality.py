@@ -61,8 +61,7 @@ __all__ = ["array_bytes", "changed_place", "content_digests", "differs", "intege
 
 Array = npt.NDArray[Any]
 # Compared by their own ==, not by their parts. A path fills its attributes as they are read.
-_CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
-_WHOLE = (*_CODE, enum.Enum, PurePath)
+_WHOLE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, enum.Enum, PurePath)
 _ORDERED = (list, tuple, deque)
 _CONTAINERS = (dict, list, tuple)  # as such, these have no attributes
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
@@ -387,14 +386,8 @@ def _key(key: Any) -> tuple[type, Any]:
 
 def _tensor_difference(a: torch.Tensor, b: torch.Tensor) -> str | None:
     # The shape of a nested tensor is that of its parts, which are children.
-    for name in (
-        "dtype",
-        "layout",
-        "device",
-        "requires_grad",
-        "is_nested",
-        *(() if a.is_nested else ("shape",)),
-    ):
+    kinds = ("dtype", "layout", "device", "requires_grad", "is_nested")
+    for name in kinds if a.is_nested else (*kinds, "shape"):
         ours, theirs = getattr(a, name), getattr(b, name)
         if ours != theirs:
             return f"{name} {ours} and {theirs}"

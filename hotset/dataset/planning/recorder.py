@@ -52,7 +52,7 @@ class Recorder(Chain):
         seconds: the sum over all calls.
     """
 
-    def __init__(self, parts: Sequence[Transform] = (), takes_names: bool = False) -> None:
+    def __init__(self, parts: Sequence[Transform], takes_names: bool) -> None:
         super().__init__(parts, copies=True)
         self.inputs: list[Any] = []
         self.keywords: list[tuple[str, ...]] = []

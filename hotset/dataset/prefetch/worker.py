@@ -144,18 +144,14 @@ class _Worker:
         """Those of the missing ones that no living process has claimed."""
         positions = self._absent(number, ids, positions)
         words = self._store.words(ids[positions])
-        read = [word for word in set(words.tolist()) if CLAIMED <= word < PRESENT and self._is_open(word)]
+        is_open = self._store.filler.claims.is_open
+        read = [word for word in set(words.tolist()) if CLAIMED <= word < PRESENT and is_open(word)]
         return positions[~np.isin(words, read)] if read else positions
-
-    def _is_open(self, word: int) -> bool:
-        return self._store.filler.claims.is_open(word)
 
     def _fill(self, number: int, ids: Ids, positions: Ids) -> None:
         """Read the samples at these positions; those that raise, or cannot be stored, are given up."""
-        self._list, self._positions = (
-            number,
-            dict(zip(ids[positions].tolist(), positions.tolist(), strict=True)),
-        )
+        self._list = number
+        self._positions = dict(zip(ids[positions].tolist(), positions.tolist(), strict=True))
         start = time.perf_counter()
         unstored: Iterable[int] = ()
         try:

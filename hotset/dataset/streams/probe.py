@@ -138,7 +138,7 @@ def probe_stream(stream: Any, name: str, declaration: str | None) -> StreamProbe
     """Read the first samples of a stream in two runs, and compare them.
 
     Args:
-        stream: what the content of the user's: see :func:`~hotset.dataset.streams.libraries.without_order`.
+        stream: the content of the user's: see :func:`~hotset.dataset.streams.libraries.without_order`.
         name: of the stream's class, for messages.
         declaration: what the user declares of the stream.
 
@@ -153,18 +153,14 @@ def probe_stream(stream: Any, name: str, declaration: str | None) -> StreamProbe
             "part to transform=."
         )
     plain = _copy(stream)
-    generators = Generators([plain])
-    with epoch_kept(plain):
-        try:
-            first = _first_samples(plain)
-            if not first.read:
-                raise ArgumentError(f"{name} must give at least one sample, got none; check its files.")
-            moved = generators.any_moved
-            # Generators go on from where the first run left them: a stream that draws differs.
-            second = _first_samples(plain, most=len(first.read))
-            by_epoch = declaration is None and plain is not stream and _depends_on_epoch(plain, first.read)
-        finally:
-            generators.restore()
+    with epoch_kept(plain), Generators([plain]) as generators:
+        first = _first_samples(plain)
+        if not first.read:
+            raise ArgumentError(f"{name} must give at least one sample, got none; check its files.")
+        moved = generators.any_moved
+        # Generators go on from where the first run left them: a stream that draws differs.
+        second = _first_samples(plain, most=len(first.read))
+        by_epoch = declaration is None and plain is not stream and _depends_on_epoch(plain, first.read)
     note, warning = "the stream is declared deterministic", None
     facts = StreamFacts(shuffled=not _are_alike(first, second))
     if declaration != "deterministic":
