@@ -543,7 +543,7 @@ def _put(sample: Any, path: SamplePath, value: Any) -> Any:
     if isinstance(sample, tuple):
         parts = list(sample)
         parts[key] = _put(parts[key], rest, value)
-        return type(sample)._make(parts) if hasattr(sample, "_make") else tuple(parts)
+        return getattr(sample, "_make", tuple)(parts)
     sample[key] = _put(sample[key], rest, value)
     return sample
 

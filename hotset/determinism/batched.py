@@ -159,8 +159,8 @@ class Batched(TakesBatches):
             if columns:
                 return [{name: column[i] for name, column in columns.items()} for i in range(count)]
         elif isinstance(made, tuple) and made:
-            rows = list(zip(*(self._rows(column, count) for column in made), strict=True))
-            return [type(made)._make(row) for row in rows] if hasattr(made, "_make") else rows
+            rows = zip(*(self._rows(column, count) for column in made), strict=True)
+            return list(map(getattr(made, "_make", tuple), rows))
         elif isinstance(made, list) or (isinstance(made, (torch.Tensor, np.ndarray)) and made.ndim):
             if len(made) == count:
                 return list(made)
@@ -186,8 +186,6 @@ def _to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, Mapping):
         return {name: _to_device(part, device) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
-        parts = [_to_device(part, device) for part in value]
-        if isinstance(value, list):
-            return parts
-        return type(value)._make(parts) if hasattr(value, "_make") else tuple(parts)
+        kind = list if isinstance(value, list) else getattr(value, "_make", tuple)
+        return kind(_to_device(part, device) for part in value)
     return value

@@ -494,15 +494,11 @@ def _is_image(value: object) -> bool:
 def _image_difference(a: Any, b: Any) -> str | None:
     if (a.mode, a.size) != (b.mode, b.size):
         return f"image {a.mode} {a.size} and image {b.mode} {b.size}"
-    pixels = _pixels(a), _pixels(b)  # before the palette, which PIL reads together with the pixels
+    # The pixels before the palette, which PIL reads together with them.
+    pixels = _of_picture(a.tobytes), _of_picture(b.tobytes)
     if _of_picture(a.getpalette) != _of_picture(b.getpalette):
         return "palette"
     return None if pixels[0] == pixels[1] else "pixels"
-
-
-def _pixels(image: Any) -> bytes:
-    found: bytes = _of_picture(image.tobytes)
-    return found
 
 
 def _of_picture(method: Callable[[], Any]) -> Any:
@@ -527,7 +523,7 @@ def _content(node: Any) -> Any:
         dense = node.layout is torch.strided and not (node.is_meta or node.is_quantized or node.is_nested)
         return _tensor_bytes(node) if dense and node.numel() else None
     if _is_image(node):
-        return _pixels(node)
+        return _of_picture(node.tobytes)
     if is_a(node, np.ndarray) and not node.dtype.hasobject:
         # An array of objects would give pointers; its items are its children.
         plain = node.dtype.kind in "fc" and node.size

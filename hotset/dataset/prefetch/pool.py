@@ -150,7 +150,7 @@ class PrefetchPool:
             worker.kill()
         while self._workers:
             _reap(self._workers.popitem()[1])
-        self._forget()
+        self._queue = None
 
     def __del__(self, suppress: type[contextlib.suppress] = contextlib.suppress) -> None:
         # At the interpreter's end anything may be gone already, what this module has imported too.
@@ -216,11 +216,9 @@ class PrefetchPool:
         )
 
     def _forget(self) -> None:
-        """Drop the queue, and in a forked child the workers, which are not its own."""
+        """Drop the queue and the workers, in a forked child, whose own they are not."""
         self._workers = {}
-        queue, self._queue = self._queue, None
-        if queue is not None:
-            queue.close()
+        self.close()
 
 
 _pools: weakref.WeakSet[PrefetchPool] = weakref.WeakSet()
