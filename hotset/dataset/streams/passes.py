@@ -125,7 +125,7 @@ class StreamPasses:
         with contextlib.suppress(TypeError):  # also of a ChainDataset over streams that state none
             return len(self._stream)
         self.require_index("length")
-        raise TypeError(f"{self.name} has no length.")
+        return len(self.ids())  # it was recorded meanwhile
 
     def rest(self) -> StreamRest | None:
         """What this rank gets from the stream in a pass that begins now; None if nothing."""
@@ -161,31 +161,25 @@ class StreamPasses:
 
     def _begin(self, parts: StreamParts, ranks: int, workers: int) -> bool:
         """Prepare the parts for a pass by so many workers; False if it cannot be recorded."""
-        name = self.name
+        name, store = self.name, parts.store
         self._open += 1
-        store = parts.store
         generation = store.clear_generation()
-        # A stream that is shuffled anew cannot be continued. Of several ranks, another may have begun anew.
-        broken = (
-            ranks == 1
-            and StreamFacts.of(store).shuffled
-            and parts.state == "recording"
-            and bool(parts.given.any())
-            and not parts.is_recorded_by_others()
-        )
-        stale = broken or parts.is_other or parts.division not in ((0, 0), (ranks, workers))
+        why = _why_anew(parts, ranks, workers)
         unnamed = parts.count == 0 and bool((store.segment.used_index >= PRESENT).any())
-        if stale and parts.is_recorded_by_others():
+        if why is not None and parts.is_recorded_by_others():
             self.warn(
                 f"{name} is being recorded by other processes, with {_division(*parts.division)}, so this "
                 "pass is not recorded; wait until they have read it.",
             )
             return False
-        if stale or unnamed:
-            self._warn_recorded_anew(parts, ranks, workers, broken=broken)
-            # Another rank may have done so meanwhile, and record already.
-            if not store.clear(generation=generation):
-                return False
+        if why is not None:
+            warn(
+                f"{name} is recorded anew: {why}. Let one pass come to its end with the same ranks and "
+                "workers; later passes may have any."
+            )
+        # Another rank may have cleared it meanwhile, and record already.
+        if (why is not None or unnamed) and not store.clear(generation=generation):
+            return False
         if self._open == _BROKEN_OFF:
             self.warn(
                 f"{name} was begun three times and has never come to its end, so nothing is served from the "
@@ -193,21 +187,6 @@ class StreamPasses:
                 "call fill(); if the stream is endless, bound it (WebDataset: with_epoch)."
             )
         return parts.divide(ranks, workers)
-
-    def _warn_recorded_anew(self, parts: StreamParts, ranks: int, workers: int, *, broken: bool) -> None:
-        name, before = self.name, parts.division
-        if parts.is_other:
-            why = "it gave other samples than in the pass before (is it shuffled anew in each?)"
-        elif broken:
-            why = "the pass before was broken off, and it is shuffled anew in each"
-        elif before not in ((0, 0), (ranks, workers)):
-            why = f"{_division(*before)} divided it before, and now it is {_division(ranks, workers)}"
-        else:
-            return
-        warn(
-            f"{name} is recorded anew: {why}. Let one pass come to its end with the same ranks and workers; "
-            "later passes may have any."
-        )
 
     def look(self) -> None:
         """From here on, compare with what the stream holds now, if all of it is recorded.
@@ -379,6 +358,19 @@ def _own_parts(parts: StreamParts | None) -> slice | None:
     if not parts.is_alone and ranks != _rank_of(parts)[1]:
         return None
     return own if parts.given[own].any() or not parts.is_alone else None
+
+
+def _why_anew(parts: StreamParts, ranks: int, workers: int) -> str | None:
+    """Why a pass by so many workers cannot use what is recorded, as a phrase; None if it can."""
+    if parts.is_other:
+        return "it gave other samples than in the pass before (is it shuffled anew in each?)"
+    # A stream that is shuffled anew cannot be continued. Of several ranks, another may have begun anew.
+    broken_off = ranks == 1 and parts.state == "recording" and bool(parts.given.any())
+    if broken_off and StreamFacts.of(parts.store).shuffled and not parts.is_recorded_by_others():
+        return "the pass before was broken off, and it is shuffled anew in each"
+    if parts.division not in ((0, 0), (ranks, workers)):
+        return f"{_division(*parts.division)} divided it before, and now it is {_division(ranks, workers)}"
+    return None
 
 
 def _division(ranks: int, workers: int) -> str:
