@@ -203,17 +203,14 @@ def _check_concurrency(given: CacheArguments) -> None:
 
 def _check_stream(given: CacheArguments) -> None:
     """Refuse what does not go with an iterable dataset."""
-    wrong: dict[str, object] = {
-        name: getattr(given, name) for name in ("window", "cluster", "replicate") if getattr(given, name)
-    }
-    if given.concurrency > 1:
-        wrong["concurrency"] = given.concurrency
-    for name, value in wrong.items():
-        raise ArgumentError(
-            f"{name}= must be left out with an iterable dataset, got {value!r}: it is read in its own order, "
-            "by a loader's workers; record it, and cache what was recorded again: cached.fill(), then "
-            f"hotset.cache(cached, {name}=...)."
-        )
+    for name, default in {"window": None, "cluster": None, "replicate": False, "concurrency": 1}.items():
+        value = getattr(given, name)
+        if value != default:
+            raise ArgumentError(
+                f"{name}= must be left out with an iterable dataset, got {value!r}: it is read in its own "
+                "order, by a loader's workers; record it, and cache what was recorded again: cached.fill(), "
+                f"then hotset.cache(cached, {name}=...)."
+            )
     if _has_batched(given.transform):
         raise ArgumentError(
             "hotset.batched must not be used with an iterable dataset, whose samples come one by one; record "

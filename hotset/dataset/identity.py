@@ -60,27 +60,22 @@ class Identity:
         Raises:
             OSError: see :func:`hotset.determinism.fingerprint.fingerprint.fingerprint`.
         """
-        chains = [
-            *((attribute.name, attribute.chain) for attribute in pipeline.attributes),
-            ("given", pipeline.given),
-        ]
+        names = [*(attribute.name for attribute in pipeline.attributes), "given"]
+        chains = [leaves(chain) for chain in (*(each.chain for each in pipeline.attributes), pipeline.given)]
+        counts = [_leading(steps) for steps in chains]
         length, key = len(pipeline.dataset), given.key
         window = None if given.window is None else [str(field) for field in astuple(given.window)]
         settings = (given.strict, given.cut, window)
         if key is not None:
-            live = any(_leading(leaves(chain)) < len(leaves(chain)) for _, chain in chains)
+            live = any(count < len(steps) for count, steps in zip(counts, chains, strict=True))
             return cls(key, True, json.dumps(["hotset.cache", key, length, live, *settings]))
-        bare = with_transforms(pipeline.dataset, {attribute.name: None for attribute in pipeline.attributes})
-        found = fingerprint(bare)
-        leading = [(leaves(chain)[: _leading(leaves(chain))], leaves(chain)) for _, chain in chains]
-        known = [fingerprint((), list(first)) for first, _ in leading]
-        others = [list(map(name_of, steps[len(first) :])) for first, steps in leading]
-        parts = [
-            [name, each.digest, rest] for (name, _), each, rest in zip(chains, known, others, strict=True)
-        ]
-        lookup_key = json.dumps(["hotset.cache", found.digest, length, parts, *settings])
-        every = (found, *known)
-        return cls(found.digest, False, lookup_key, _all_of(every, "notes"), _all_of(every, "unknowns"))
+        bare = fingerprint(with_transforms(pipeline.dataset, dict.fromkeys(names[:-1])))
+        every, parts = [bare], list[Any]()
+        for name, steps, count in zip(names, chains, counts, strict=True):
+            every.append(fingerprint((), steps[:count]))
+            parts.append([name, every[-1].digest, list(map(name_of, steps[count:]))])
+        lookup_key = json.dumps(["hotset.cache", bare.digest, length, parts, *settings])
+        return cls(bare.digest, False, lookup_key, _all_of(every, "notes"), _all_of(every, "unknowns"))
 
     def fingerprint(self, pipeline: Pipeline, cuts: Cuts, source: Source) -> Fingerprint:
         """The fingerprint of what is cached: the dataset and its cached transforms, or the user's key."""
