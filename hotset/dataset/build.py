@@ -356,7 +356,7 @@ class _Search:
                     self._pipeline,
                     options,
                     self._identity,
-                    lambda result: _create(result, options, location),
+                    lambda result: _empty_store(result, options, location),
                 )
                 return store
             self._result = make_plan(self._pipeline, self._options, self._identity)
@@ -365,7 +365,7 @@ class _Search:
         except OSError as error:
             self._source_error = error
             raise
-        return _create(self._result, options, location)
+        return _empty_store(self._result, options, location)
 
     def _attach(self, address: Address | str) -> Store:
         store = attach_store(address)
@@ -400,7 +400,7 @@ def _compare_with_source(result: PlanResult, shared: Shared[Store]) -> None:
         )
 
 
-def _create(result: PlanResult, options: CacheOptions, location: CacheLocation | None) -> Store | None:
+def _empty_store(result: PlanResult, options: CacheOptions, location: CacheLocation | None) -> Store | None:
     plan, schema = result.plan, result.schema
     if schema is None:
         return None

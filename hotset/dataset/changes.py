@@ -104,7 +104,7 @@ class SetSince:
         self._by_method = Difference(type(self.dataset).__name__, "elements", False)
 
     def name(self, *, in_pass: bool = False) -> str | None:
-        """The name of one that was set; None if none was, or only by a method in mid-pass."""
+        """The name of an attribute that was set; None if none was, or only by a method in mid-pass."""
         if self._held is not None:
             held, self._held = self._held, None
             self._by_method = self._by_method or held.changed()
@@ -143,10 +143,11 @@ class Changes:
             self._content = ContentWatch(dataset, access)
 
     def at_use(self, *, in_pass: bool = False) -> Change | None:
-        """What counts at any use of the cached dataset.
+        """A change that counts at any use of the cached dataset.
 
         Args:
-            in_pass: in the midst of a loader's pass: what a method sets counts from the next one on.
+            in_pass: whether that is in the midst of a loader's pass: what a method sets counts from the next
+                pass on.
         """
         name = self._set_since.name(in_pass=in_pass)
         self._give_and_take()
@@ -169,11 +170,11 @@ class Changes:
         self._read.follow()
 
     def as_pass_begins(self, *, in_pass: bool, workers_keep: bool) -> Change | None:
-        """What counts as a pass begins.
+        """A change that counts where a pass begins.
 
         Args:
-            in_pass: in the midst of another pass, for which a new length waits.
-            workers_keep: whether it is read by workers that run already, and have the dataset as it was.
+            in_pass: whether another pass is not over yet, until whose end a new length does not count.
+            workers_keep: whether workers read it that run already, and have the dataset as it was.
         """
         for inner, _ in self._inner:
             inner.as_pass_begins()
@@ -181,7 +182,7 @@ class Changes:
         return found or self._of_content(workers_keep=workers_keep)
 
     def by_set_epoch(self, held: HeldAttributes, *, in_pass: bool, workers_keep: bool) -> Change | None:
-        """What counts of what the dataset's ``set_epoch`` has changed, since its attributes were ``held``."""
+        """A change that the dataset's ``set_epoch`` has made since its attributes were ``held``."""
         in_worker, length = get_worker_info() is not None, self._of_length()
         if length is not None or (in_worker and not self._is_believed):
             found = held.changed()

@@ -49,15 +49,15 @@ Make = Callable[[Any, CacheArguments, bool], SampleAccess]
 
 
 class CurrentCache:
-    """What the samples of a dataset are read by, which follows what changes of the dataset. It pickles.
+    """Holds what reads the samples of a dataset, and follows changes of the dataset. It pickles.
 
     Args:
-        inner: those of the cached datasets that the dataset reads.
+        inner: the current caches of the cached datasets that the dataset reads.
 
     Attributes:
-        access: it, as it is now; another object once samples are cached anew.
+        access: reads the samples; another object once they are cached anew.
         make: makes it.
-        pass_of: this process is in the midst of a loader's pass while that is alive.
+        pass_of: refers to an object that lives as long as the loader's pass that this process makes.
         workers_keep: whether that pass is read by workers that have the dataset as it was.
     """
 
@@ -80,7 +80,7 @@ class CurrentCache:
         self._use(make(dataset, arguments, False))
 
     def _use(self, access: SampleAccess) -> None:
-        """Read samples by this from now on; it is of the dataset as it is now."""
+        """Read samples through this from now on; it was made of the dataset as it is now."""
         self.access = access
         self.changes = Changes(self._arguments, access, self._set_since, self._inner)
 
@@ -92,10 +92,11 @@ class CurrentCache:
     # ---- when changes are asked for ------------------------------------------------------------------
 
     def at_use(self, *, in_pass: bool | None = None) -> SampleAccess:
-        """What samples are read by, at a use of the cached dataset.
+        """Follow what has changed, at any use of the cached dataset, and return what reads the samples.
 
         Args:
-            in_pass: whether it is one in mid-pass, for which what a method sets waits; None to find out.
+            in_pass: whether a pass is not over yet, until whose end what a method sets does not count; None
+                to find out.
         """
         change = self.changes.at_use(in_pass=self.in_pass if in_pass is None else in_pass)
         if change is not None:
@@ -103,7 +104,7 @@ class CurrentCache:
         return self.access
 
     def at_sample(self) -> SampleAccess:
-        """The same as samples are read by index: those of torch's loader may be the first of a pass."""
+        """As :meth:`at_use`, where a sample is read by its index: torch's loader may begin a pass with it."""
         if not self.in_pass and get_worker_info() is None:
             fetcher = calling_fetcher()
             if fetcher is not None and fetcher not in self._fetchers:
@@ -112,13 +113,13 @@ class CurrentCache:
         return self.at_use(in_pass=False)  # a pass that was broken off may live on in a variable
 
     def as_pass_begins(self) -> SampleAccess:
-        """The same as a pass begins."""
+        """As :meth:`at_use`, where a pass begins: there is time to compare more."""
         in_pass, workers_keep = self.in_pass, self.workers_keep
         self._follow(self.changes.as_pass_begins(in_pass=in_pass, workers_keep=workers_keep))
         return self.access
 
     def attribute_was_set(self, name: str) -> None:
-        """Follow that this attribute of the dataset was set on the cached dataset."""
+        """Follow a change: this attribute was set on the cached dataset, and so on the dataset."""
         self._follow(self.changes.was_set(name, is_new=True))
 
     def set_epoch(self, epoch: int) -> None:
@@ -142,7 +143,7 @@ class CurrentCache:
     # ---- what follows --------------------------------------------------------------------------------
 
     def _follow(self, change: Change | None) -> None:
-        """Decide what follows of a change, if there is one: see the table above."""
+        """Decide what follows from a change, if there is one: see the table above."""
         if change is None:
             return
         what, key = change.what, self._arguments.key
@@ -306,4 +307,4 @@ def pass_begins(caches: Sequence[CurrentCache], *, running: bool, persistent: bo
 
 
 class _Beginning:
-    """A pass that begins is this, until this process makes its batches."""
+    """Stands for a pass that begins, until this process makes its batches."""

@@ -133,7 +133,7 @@ class DatasetProxy(Dataset[T], Generic[T], metaclass=NotSettable):
 
 
 def current_of(cached: DatasetProxy[Any]) -> SampleAccess:
-    """What samples are read by now, in this process: another object once they are cached anew.
+    """Return what reads the samples now, in this process: another object once they are cached anew.
 
     A function, as a public method would hide what the user's dataset has by that name.
     """

@@ -41,7 +41,7 @@ from hotset.determinism.draws.rng import Generators
 from hotset.determinism.timing import Timed
 from hotset.store.fill import Read
 
-__all__ = ["NotingReader", "SourceReader", "seconds_in_groups"]
+__all__ = ["NotingReader", "SourceReader", "seconds_in_groups", "spread"]
 
 _GROUP = 64
 _GROUP_SECONDS = 0.1

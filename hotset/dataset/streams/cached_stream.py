@@ -241,11 +241,11 @@ class CachedStream(DatasetProxy[T]):
 
 
 def passes_of(stream: CachedStream[Any]) -> StreamPasses:
-    """What passes over a stream are made of: another object once it is recorded anew."""
+    """Return what makes the passes over a stream: another object once it is recorded anew."""
     return stream._hotset_passes
 
 
 def followed_passes(stream: CachedStream[Any]) -> StreamPasses:
-    """The same as a pass begins, once what was set on the stream was followed."""
+    """As :func:`passes_of`, where a pass begins: first follow what was set on the stream."""
     stream._hotset_follow()
     return stream._hotset_passes
