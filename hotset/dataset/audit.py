@@ -17,7 +17,6 @@ fingerprint covers code and objects, but not what a service or a clock returns.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -126,8 +125,7 @@ class Audit:
             return None
         finally:
             if is_only_reader():
-                with contextlib.suppress(Exception):  # of a stranger's code: then it stays as reading left it
-                    held.put_back()
+                held.put_back()
             self._generators.put(states)
             self.last_seconds = time.monotonic() - begun
             self._budget.spend(self.last_seconds)

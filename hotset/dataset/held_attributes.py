@@ -150,12 +150,10 @@ class HeldAttributes:
     def put_back(self) -> None:
         """Set all attributes to what they were, with the elements that they had."""
         threads = self._threads | named_by_threads() if self._outside else {}
-        for names in self._held:
-            if not _is_left_alone(names):
-                names.put_back(threads)
-        for names in self._outside:
+        for names in (*self._held, *self._outside):
             with contextlib.suppress(Exception):  # of a stranger's code: then it stays as reading left it
-                names.put_back(threads)
+                if names.code or not _is_left_alone(names):
+                    names.put_back(threads)
 
     def changed(self, *, shared: bool = False, computed: bool = False) -> Difference | None:
         """An attribute that is another now; None if all are what they were.

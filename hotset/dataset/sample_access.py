@@ -461,8 +461,7 @@ class SampleAccess:
             yield
         finally:
             if self._is_only_reader():
-                with contextlib.suppress(Exception):  # of a stranger's code: then it stays as reading left it
-                    held.put_back()
+                held.put_back()
 
     def _is_only_reader(self) -> bool:
         """Whether no other thread that is alive has read samples here."""

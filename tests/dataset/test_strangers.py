@@ -247,3 +247,34 @@ def test_what_a_dataset_holds_may_hide_in_mid_training_which_goes_on_after_one_w
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert torch.equal(torch.cat(list(loader)), whole)
+
+
+class Guarded(dict[str, Any]):
+    def __setitem__(self, name: str, value: Any) -> None:
+        raise TypeError("it is guarded")
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError("it is guarded")
+
+
+class KeepsGuarded(Dataset[torch.Tensor]):
+    """Python itself sets attributes past the methods of the dict that holds them."""
+
+    def __init__(self) -> None:
+        self.__dict__ = Guarded(read=0)
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.read += 1
+        self.last = index
+        return torch.tensor([float(index)])
+
+
+def test_attributes_in_a_dict_that_refuses_to_be_written_to_are_put_back() -> None:
+    dataset = KeepsGuarded()
+    with hotset.cache(dataset, memory="1MiB") as cached:
+        assert vars(dataset) == {"read": 0}
+        assert [cached[index].item() for index in range(N)] == list(range(N))
+        assert cached.stats().cached == N

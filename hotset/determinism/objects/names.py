@@ -46,7 +46,7 @@ class Names:
         shared: whether memory that other processes may write to is put back as well.
 
     Attributes:
-        owner, counts: as given.
+        owner, counts, code: as given.
         held: what its names stood for.
         seen: of those that can be changed in place, what they held, by name.
 
@@ -64,7 +64,7 @@ class Names:
     def __init__(
         self, owner: Any, room: Room, counts: Counts = is_its_own, *, code: bool = False, shared: bool = False
     ) -> None:
-        self.owner, self.counts, self._code, self._shared = owner, counts, code, shared
+        self.owner, self.counts, self.code, self._shared = owner, counts, code, shared
         self.held = {name: value for name, value in (self.now() or {}).items() if counts(owner, name)}
         self.seen: dict[Any, HeldValue] = {}
         for name, value in self.held.items():
@@ -78,7 +78,7 @@ class Names:
 
     def now(self) -> dict[Any, Any] | None:
         """What all names stand for now; None if the owner does not show them."""
-        return _values(self.owner) if self._code else attributes_of(self.owner)
+        return _values(self.owner) if self.code else attributes_of(self.owner)
 
     def put_back(self, threads: Container[Any] = ()) -> None:
         """Set all names to what they were, with the contents that they had.

@@ -153,7 +153,7 @@ def attributes_of(value: object) -> dict[str, Any] | None:
 
 
 def set_attribute(owner: object, name: str, value: object = UNSET) -> None:
-    """Set an attribute where it lies, or delete it: no property or ``__setattr__`` of the owner runs.
+    """Set an attribute where it lies, or delete it: no code of the owner runs, nor of its dict's class.
 
     Example:
         >>> class Point:
@@ -168,10 +168,8 @@ def set_attribute(owner: object, name: str, value: object = UNSET) -> None:
     slot, held = slots_of(owner).get(name), dict_of(owner)
     if slot is not None:
         slot.__delete__(owner) if value is UNSET else slot.__set__(owner, value)
-    elif held is not None and value is UNSET:
-        del held[name]
     elif held is not None:
-        held[name] = value
+        dict.__delitem__(held, name) if value is UNSET else dict.__setitem__(held, name, value)
 
 
 def has(value: object, name: str) -> bool:
