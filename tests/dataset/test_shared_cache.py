@@ -391,6 +391,14 @@ def test_a_wrong_argument_is_refused_with_a_sentence(arguments: Any, error: Any,
     assert is_a_sentence(str(caught.value))
 
 
+def test_a_sample_of_two_gib_is_refused_before_it_is_touched() -> None:
+    cache = SharedCache(4, 2, None)
+    with pytest.raises(ArgumentError, match="cannot hold this sample: more than 2 GiB") as caught:
+        cache.set_slot(0, torch.empty(1 << 31, dtype=torch.uint8))
+    assert is_a_sentence(str(caught.value))
+    assert cache.get_slot(0) is None
+
+
 # Limits
 
 

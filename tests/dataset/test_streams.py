@@ -1431,3 +1431,50 @@ def test_no_sample_comes_twice_if_a_part_of_a_stream_is_dropped_in_mid_pass(
         assert sorted(found) == list(range(60))
         assert values(loader) == first
         cached.close()
+
+
+def test_a_pass_is_not_recorded_while_another_process_records_with_other_workers() -> None:
+    begun, over = os.pipe(), os.pipe()
+    with hotset.cache(Numbers(N), memory="1MiB") as stream:
+
+        def record() -> None:
+            batches = iter(hotset.DataLoader(stream, batch_size=5))
+            next(batches)
+            os.write(begun[1], b"x")
+            os.read(over[0], 1)
+            list(batches)
+
+        other = child(record)
+        assert os.read(begun[0], 1)
+        loader = hotset.DataLoader(stream, batch_size=5, num_workers=2)
+        with pytest.warns(hotset.HotsetWarning, match="Numbers is being recorded by other processes"):
+            assert sorted(values(loader)) == list(range(N))
+        assert not stream.recorded
+        os.write(over[1], b"x")
+        assert ended(other) == 0
+        assert stream.recorded
+        assert [number for _, number in stream] == list(range(N))
+
+
+class Shrinks(Numbers):
+    """Gives fewer numbers once it is told to, although they are recorded."""
+
+    most = 60
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(super().__iter__(), type(self).most)
+
+
+def test_a_lost_sample_that_its_stream_does_not_give_again_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = hotset.cache(Shrinks(N), memory="1MiB")
+    stream.fill()
+    batches = iter(hotset.DataLoader(stream, batch_size=2))
+    assert values([next(batches)]) == [0, 1]
+    stream.close()
+    monkeypatch.setattr(Shrinks, "most", 5)
+    with pytest.warns(hotset.HotsetWarning, match="a recorded sample of Shrinks is no longer in the cache"):
+        assert values([next(batches)]) == [2, 3]
+    with pytest.raises(hotset.NotCacheable, match="Shrinks ended before its sample number 5"):
+        next(batches)
