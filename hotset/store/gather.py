@@ -240,7 +240,12 @@ class Gather:
         found = self._look_up(ids, received)
         if found is None:
             return None
-        count = len(ids)
+        # In inference mode, which is that of this thread alone, tensors are made that no other may write to.
+        with torch.inference_mode(False):
+            return self._planned(len(ids), found, memory)
+
+    def _planned(self, count: int, found: _Found, memory: Callable[[int], Memory | None]) -> Copy | None:
+        """The copy of the records that were found; None if there is no memory."""
         offsets, size = self._tree.layout(count)
         block = memory(size + found.tails.total * fmt.LINE if found.tails is not None else size)
         if block is None:
@@ -324,7 +329,7 @@ class Gather:
         columns = []
         for number, (column, (out, offset)) in enumerate(zip(tree.columns, copy.columns, strict=True)):
             if whole:
-                done = out.view(column.dtype).view(column.batched(count))
+                done = _made_here(out).view(column.dtype).view(column.batched(count))
             else:
                 offset += start * column.width
                 done = copy.block.tensor(offset, count * column.width, column.dtype)
@@ -347,6 +352,7 @@ class Gather:
             first = int(tails.starts[start])
             end = tails.total if stop == copy.count else int(tails.starts[stop])
             lines = copy.block.tensor(copy.lines_at + first * fmt.LINE, (end - first) * fmt.LINE)
+        lines = _made_here(lines)
         starts = (tails.starts[start:stop] - first) * fmt.LINE
         found: list[Any] = []
         for place in schema.variable:
@@ -430,6 +436,18 @@ class _Found(NamedTuple):
 
 # What becomes of a variable array's ragged batch: itself, or a padded tensor.
 Variable = Callable[[Ragged], Any]
+
+
+def _made_here(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same memory that is an inference tensor in inference mode alone.
+
+    The consumer may have left that mode, or entered it, since the batch was prepared.
+    """
+    if tensor.is_inference() == torch.is_inference_mode_enabled():
+        return tensor
+    return torch.empty(0, dtype=tensor.dtype).set_(
+        tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+    )
 
 
 def _positions(placed: Any) -> Any:

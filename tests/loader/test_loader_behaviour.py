@@ -43,6 +43,7 @@ from samples import (
     object_array,
     opaque,
     poster_and_label,
+    ragged_pair,
     text,
 )
 from sources import Counting, Listed, ReadLog, Samples, Streamed, TextFiles, Transformed
@@ -490,3 +491,39 @@ def test_a_workers_collector_does_not_look_at_what_the_fork_has_inherited() -> N
     ) as cached:
         for _, objects in hotset.DataLoader(cached, batch_size=4, num_workers=1):
             assert int(objects.max()) < here / 2
+
+
+def inferred(loader: DataLoader[Any]) -> list[Any]:
+    """What comes in inference mode, as a validation loop reads it."""
+    with torch.inference_mode():
+        return [(batch, [part.is_inference() for part in batch]) for batch in loader]
+
+
+def peeked(loader: DataLoader[Any]) -> list[Any]:
+    """The first batch is taken in inference mode, and the others are trained on."""
+    batches = iter(loader)
+    with torch.inference_mode():
+        first = next(batches)
+    weight = torch.ones((), requires_grad=True)
+    found = [first]
+    for pictures, labels in batches:
+        (weight * pictures).sum().backward()
+        found.append((pictures, labels, pictures.is_inference()))
+    return [*found, weight.grad]
+
+
+@pytest.mark.parametrize("make", [image_and_label, poster_and_label])
+@pytest.mark.parametrize("script", [inferred, peeked])
+def test_batches_are_inference_tensors_where_those_of_torch_are(
+    script: Script, make: Callable[[int], Any]
+) -> None:
+    same_story(script, make, batch_size=8)
+
+
+def test_ragged_batches_are_made_in_inference_mode() -> None:
+    with hotset.cache(Samples(ragged_pair, N), memory="4MiB") as cached:
+        loader = hotset.DataLoader(cached, batch_size=8, collate_fn=hotset.collate.pad(0))
+        expected = list(loader)
+        for _ in range(2):
+            equal_batches([batch for batch, _ in inferred(loader)], expected)
+            equal_batches(list(loader), expected)
