@@ -1041,6 +1041,19 @@ def test_a_folder_that_links_to_itself_ends(folder: Path) -> None:
     assert of(folder) == of(folder)
 
 
+def test_a_link_in_a_folder_that_leads_round_is_no_file(folder: Path) -> None:
+    before = of(folder)
+    (folder / "a" / "round").symlink_to("round")
+    assert of(folder) == before
+
+
+@pytest.mark.parametrize("name", ["/proc", "/proc/self"])
+def test_what_the_kernel_makes_up_does_not_count(name: str) -> None:
+    first = fingerprint(name, seconds=20.0)
+    assert fingerprint(name, seconds=20.0) == first
+    assert first.notes == ()
+
+
 def test_a_named_open_file_counts_with_its_date(folder: Path) -> None:
     with contextlib.closing((folder / "a" / "1.txt").open()) as file:
         before = of({"file": file})

@@ -16,12 +16,14 @@ hotset asks for the versions of files that a library reads over a network in the
 It searches a folder only if the state does not name a file in it: an ``ImageFolder`` names all of its files,
 a dataset that keeps ``root`` and bare names does not. Hidden files and locks do not count, as reading a
 dataset may make them. Nor do folders into which any program writes: the home directory, the temporary
-directory, the working directory and its parents.
+directory, the working directory and its parents. Nor does what the kernel makes up (``/proc``), which each
+process sees otherwise.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import stat
@@ -163,11 +165,19 @@ def _look_on_disk(path: str) -> bytes | None:
         found = os.stat(path)
     except (OSError, ValueError):  # it does not exist, or the string is not a path
         return None
+    if found.st_dev in _of_kernel():
+        return None
     if stat.S_ISREG(found.st_mode):
         name = path.encode("utf-8", "surrogatepass")
         numbers = len(name) + (found.st_size << 128) + (found.st_mtime_ns << 256)  # 16 bytes each
         return numbers.to_bytes(48, "little", signed=True) + name
     return b"" if stat.S_ISDIR(found.st_mode) else None
+
+
+@functools.cache
+def _of_kernel() -> frozenset[int]:
+    """The devices of file systems whose files the kernel makes up. (psutil names ``/proc`` in a global.)"""
+    return frozenset(os.stat(path).st_dev for path in ("/proc", "/sys") if os.path.ismount(path))
 
 
 def _spread(items: Sequence[str], count: int) -> Sequence[str]:
@@ -232,8 +242,15 @@ def _walk(folder: str, found: list[str]) -> None:
         except OSError:  # not readable, or removed since
             continue
         visible = [entry for entry in entries if not _is_temporary(entry.name)]
-        found += [entry.path for entry in visible if entry.is_file()][: _FILES_OF_FOLDERS - len(found)]
+        found += [entry.path for entry in visible if _is_file(entry)][: _FILES_OF_FOLDERS - len(found)]
         waiting += [entry.path for entry in reversed(visible) if entry.is_dir(follow_symlinks=False)]
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file()
+    except OSError:  # a link that leads round, or to where this user may not look
+        return False
 
 
 def _is_temporary(name: str) -> bool:
