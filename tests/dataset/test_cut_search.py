@@ -886,6 +886,27 @@ def test_of_a_dataset_that_composes_samples_of_another_that_one_is_to_be_cached(
     dataset.pictures.close()
 
 
+class PairsArrays(Dataset[Any]):
+    """Keeps the dataset that it has its arrays from, as torch's example of siamese networks does."""
+
+    def __init__(self, pictures: Any) -> None:
+        self.pictures = pictures
+        self.arrays = [pictures[index] for index in range(N)]
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        return self.arrays[index], self.arrays[random.randrange(N)]
+
+
+def test_a_dataset_that_reading_does_not_use_is_not_named_as_what_is_to_be_cached() -> None:
+    with pytest.raises(hotset.NotCacheable) as refused:
+        hotset.cache(PairsArrays(Both(Crop())), memory="1MiB")
+    assert "all epochs. Move the random part to transform=[...]" in str(refused.value)
+    assert "'pictures'" not in str(refused.value)
+
+
 class StacksViews(Around):
     def __getitem__(self, index: int) -> Any:
         return torch.stack([self.transform(torch.full((2,), index)) for _ in range(2)])

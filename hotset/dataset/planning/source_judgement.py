@@ -141,8 +141,9 @@ def _parts_first(dataset: Any) -> str:
     if kind is StackDataset:
         return "Cache its parts: StackDataset(hotset.cache(part), ...). Or move"
     held = attributes_of(dataset) or {}
+    read = reading_code(dataset).names  # a dataset may keep one that it only takes its arrays from
     parts = (name for name, value in held.items() if is_a(value, Dataset) and value is not dataset)
-    name = next(parts, None)
+    name = next((name for name in parts if read is None or name in read), None)
     if name is None or kind is Subset:
         return "Move"
     return (
