@@ -95,29 +95,27 @@ class Generators:
     """
 
     def __init__(self, holders: Sequence[object]) -> None:
-        # By id; the global ones have negative numbers, which are no object's.
-        self._watched = {-1 - number: watched for number, watched in enumerate(_global_generators())}
+        self._watched: dict[int, _Watched] = {}  # by id
         self._kept: list[object] = []
-        self._global = {id(generator) for generator in _behind_the_globals()}
+        for name, generator in zip(GLOBAL, _behind_the_globals(), strict=True):
+            self._watch(name, generator)
         self.look_again(holders)
 
     def look_again(self, holders: Sequence[object]) -> bool:
         """Watch also generators that were made since, as at the first read; True if there are any."""
         before = len(self._watched)
         for path, found in _generators(holders):
-            if id(found) not in self._global:
-                self._watch(path, found)
-                seeds = _seeds_of(found)
-                if seeds is not None:
-                    self._watch(f"{path}.bit_generator.seed_seq", seeds)
+            kind = f"(a {type(found).__module__.split('.')[0]}.{type(found).__name__})"
+            self._watch(f"{path} {kind}", found)
+            if (seeds := _seeds_of(found)) is not None:
+                self._watch(f"{path}.bit_generator.seed_seq (a numpy.SeedSequence)", seeds)
         return len(self._watched) > before
 
-    def _watch(self, path: str, found: Any) -> None:
+    def _watch(self, name: str, found: Any) -> None:
         generator = getattr(found, "bit_generator", found)  # several numpy Generators may share one
         accessors = access(found)
         if id(generator) not in self._watched and accessors is not None:
-            kind = f"{type(found).__module__.split('.')[0]}.{type(found).__name__}"
-            self._watched[id(generator)] = _Watched(f"{path} (a {kind})", *accessors, _look_at(found))
+            self._watched[id(generator)] = _Watched(name, *accessors, _look_at(found))
             self._kept.append(generator)  # another object may get its id once it is gone
 
     def note(self) -> None:
@@ -182,28 +180,14 @@ def _generators(holders: Sequence[object]) -> Iterator[tuple[str, object]]:
                 yield path + inner.removeprefix(type(found).__qualname__), generator
 
 
-def _global_generators() -> Iterator[_Watched]:
-    of_random, of_numpy, of_torch = GLOBAL
-    look = _look_at(random.random.__self__)  # type: ignore[attr-defined]
-    yield _Watched(of_random, random.getstate, random.setstate, look)
-    look = _look_at(np.random.rand.__self__)  # type: ignore[attr-defined]
-    yield _Watched(of_numpy, lambda: np.random.get_state(legacy=False), np.random.set_state, look)
-    look = _look_at(torch.default_generator)
-    yield _Watched(of_torch, torch.get_rng_state, torch.set_rng_state, look)
-
-
-def _behind_the_globals() -> Iterator[object]:
-    """The objects behind the modules' functions; an attribute may hold one of them."""
-    yield from (random.random.__self__, torch.default_generator)  # type: ignore[attr-defined]
-    yield from (np.random.rand.__self__, np.random.random.__self__)  # type: ignore[attr-defined]
+def _behind_the_globals() -> tuple[Any, ...]:
+    """The objects behind the modules' functions, in the order of :data:`GLOBAL`."""
+    return random.random.__self__, np.random.rand.__self__, torch.default_generator  # type: ignore[attr-defined]
 
 
 def _seeds_of(generator: Any) -> np.random.SeedSequence | None:
     """What a numpy generator seeds others from (``rng.spawn``): it counts them, and its state does not."""
-    bits = (
-        getattr(generator, "bit_generator", None) if isinstance(generator, np.random.Generator) else generator
-    )
-    seeds = getattr(bits, "seed_seq", None) if isinstance(bits, np.random.BitGenerator) else None
+    seeds = getattr(getattr(generator, "bit_generator", generator), "seed_seq", None)
     return seeds if isinstance(seeds, np.random.SeedSequence) else None
 
 
