@@ -92,9 +92,11 @@ class SampleSpec:
             ArgumentError: it has another dtype or shape, or is not an array or a number.
         """
         try:
-            tensor = self._tensor(value)
-        except RuntimeError as error:
+            return self._prepared(self._tensor(value))
+        except (RuntimeError, SchemaMismatch) as error:
             raise ArgumentError(f"A SharedCache cannot hold this sample: {error}.") from error
+
+    def _prepared(self, tensor: torch.Tensor) -> Prepared:
         shape = tuple(tensor.shape)
         if tensor.dtype != self.dtype:
             raise ArgumentError(
@@ -106,12 +108,9 @@ class SampleSpec:
                 f"A sample of this SharedCache must have shape {self.dims}, got {shape}; reshape it, or make "
                 "the cache with `data_dims=None`, for shapes that vary."
             )
-        try:
-            if self.dims is not None:
-                return self.schema.prepare(tensor)
-            return self.schema.prepare((np.array(shape, np.int64), tensor.reshape(-1)))
-        except SchemaMismatch as error:
-            raise ArgumentError(f"A SharedCache cannot hold this sample: {error}.") from error
+        if self.dims is not None:
+            return self.schema.prepare(tensor)
+        return self.schema.prepare((np.array(shape, np.int64), tensor.reshape(-1)))
 
     def unpack(self, stored: Any) -> torch.Tensor:
         """Return the sample that was read as ``stored``. They share memory."""
