@@ -374,7 +374,7 @@ def _run(first: int, count: int) -> Ids:
 
 def _words() -> torch.Tensor:
     """Two words that workers share, with any start method."""
-    words = torch.zeros(2, dtype=torch.int64)
+    words = torch.zeros(2, dtype=torch.int64, device="cpu")
     with contextlib.suppress(RuntimeError):  # /dev/shm is full: persistent workers stay in the first epoch
         words.share_memory_()  # type: ignore[no-untyped-call]
     return words

@@ -97,5 +97,6 @@ def loader_of_items(dataset: Dataset[Any], num_workers: int) -> DataLoader[Any]:
         batch_size=None,
         num_workers=num_workers,
         worker_init_fn=parent_death_signal().arm_in_worker,
-        generator=torch.Generator(),  # the workers' seeds must not be drawn from the program's generator
+        # Not the program's, and of the device on which the loader draws the seed of its workers from it.
+        generator=torch.Generator(torch.get_default_device()),
     )

@@ -53,11 +53,12 @@ class SampleSpec:
         dims, dtype = self.dims, self.dtype
         try:
             if dims is None:
-                two = [(np.zeros(count, np.int64), torch.empty(count, dtype=dtype)) for count in (1, 2)]
+                empty = [torch.empty(count, dtype=dtype, device="cpu") for count in (1, 2)]
+                two = [(np.zeros(len(tensor), np.int64), tensor) for tensor in empty]
                 return Schema.infer(two, keep_order=True)
             size = math.prod(dims) * dtype.itemsize
             if size <= _LARGEST_SAMPLE:
-                return Schema.infer([torch.empty(dims, dtype=dtype)], keep_order=True)
+                return Schema.infer([torch.empty(dims, dtype=dtype, device="cpu")], keep_order=True)
         except (SchemaMismatch, AttributeError, RuntimeError, TypeError) as error:
             raise ArgumentError(
                 "dtype= must be a torch.dtype whose values are whole bytes, such as torch.uint8, "
@@ -128,8 +129,8 @@ class SampleSpec:
                 return torch.from_numpy(np.require(value, requirements=["C", "W"]))
         elif isinstance(value, bool | int | float | complex | np.generic):
             with contextlib.suppress(RuntimeError, OverflowError, TypeError):
-                if torch.can_cast(torch.as_tensor(value).dtype, self.dtype):
-                    return torch.tensor(value, dtype=self.dtype)
+                if torch.can_cast(torch.as_tensor(value, device="cpu").dtype, self.dtype):
+                    return torch.tensor(value, dtype=self.dtype, device="cpu")
             raise ArgumentError(
                 f"A sample of this SharedCache must be a value of {self.dtype}, got {value!r}; convert it."
             )

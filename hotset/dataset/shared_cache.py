@@ -138,7 +138,7 @@ class SharedCache:
                 "them one by one with `get_slot`."
             )
         if 0 in shape:
-            return torch.empty(shape, dtype=spec.dtype)
+            return torch.empty(shape, dtype=spec.dtype, device="cpu")
         slots = self._here()
         if slots is None:
             raise SegmentError(

@@ -75,7 +75,9 @@ class BatchBuffer:
     def tensor(self, offset: int, size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """A part of a gathered batch: see :class:`hotset.store.gather.Memory`."""
         count = size // dtype.itemsize
-        return self._view(offset, dtype, (count,), count) if count else torch.empty(0, dtype=dtype)
+        if not count:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        return self._view(offset, dtype, (count,), count)
 
     def placed(self, done: torch.Tensor, offset: int) -> Any:
         """What the batch has in place of a finished column."""
@@ -114,7 +116,7 @@ class BatchBuffer:
 
     def put(self, made: Any) -> Any:
         """Copy a collated tensor to the block."""
-        if type(made) is not torch.Tensor:
+        if type(made) is not torch.Tensor or made.device.type != "cpu":
             return made
         at = self._room(made.numel() * made.itemsize)
         if at is None:

@@ -169,7 +169,7 @@ class _Block:
 
     def tensor(self, offset: int, size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         if size == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self._array, dtype=dtype, count=size // dtype.itemsize, offset=offset)
 
 
@@ -177,7 +177,7 @@ class _Pinned:
     """Memory of torch's own page-locked allocator, which recycles it."""
 
     def tensor(self, offset: int, size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        return torch.empty(size // dtype.itemsize, dtype=dtype, pin_memory=True)
+        return torch.empty(size // dtype.itemsize, dtype=dtype, device="cpu", pin_memory=True)
 
 
 def _keep(done: torch.Tensor, offset: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ such batches from the cache by lines, as it gathers default batches by rows.
 Padding does not depend on which leaves vary: tensors of one shape pad to what stacking gives. A ragged batch
 has another type than a stacked one, so it must not depend on which samples a batch happens to hold: over a
 cache without live transforms, a leaf is ragged if its shape varied among the samples that gave the cache its
-schema; elsewhere, if it varies in the batch.
+schema. Elsewhere, and where none of those happened to differ, it is if it varies in the batch.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Pad:
         width = largest[0] * int(tail.prod())
         if 0 < width <= _SHORT and (batch.shapes[:, 1:] == tail).all():
             return self._short(batch, width).view(len(batch), *largest)
-        padded = torch.full((len(batch), *largest), self.value, dtype=batch.dtype)
+        shape, device = (len(batch), *largest), batch.buffer.device
+        padded = torch.full(shape, self.value, dtype=batch.dtype, device=device)
         for row, tensor in zip(padded, batch, strict=True):
             row[tuple(slice(size) for size in tensor.shape)] = tensor
         return padded
@@ -73,9 +74,9 @@ class Pad:
         along = np.arange(width)
         places = (batch.starts // batch.dtype.itemsize)[:, None] + along
         np.minimum(places, len(elements) - 1, out=places)
-        padded = torch.take(elements, torch.from_numpy(places))
+        padded = torch.take(elements, torch.from_numpy(places).to(elements.device))
         beyond = along >= batch.shapes.prod(axis=1)[:, None]
-        return padded.masked_fill_(torch.from_numpy(beyond), self.value)
+        return padded.masked_fill_(torch.from_numpy(beyond).to(elements.device), self.value)
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,8 @@ class RaggedCollate:
         return _collate(samples, (), self._column)
 
     def _column(self, tensors: list[torch.Tensor], path: Path) -> Any:
-        if self.varying is None:
-            varies = any(tensor.shape != tensors[0].shape for tensor in tensors)
-        else:
-            varies = path in self.varying
+        varies = self.varying is not None and path in self.varying
+        varies = varies or any(tensor.shape != tensors[0].shape for tensor in tensors)
         return Ragged.of(tensors) if varies else default_collate(tensors)
 
 
@@ -179,7 +178,7 @@ def _collate(samples: Sequence[Any], path: Path, column: Callable[[list[torch.Te
         ]
         return kind(*parts) if hasattr(first, "_fields") else parts
     if isinstance(first, np.ndarray) and first.dtype.kind in "biufc":
-        samples = [torch.as_tensor(sample) for sample in samples]
+        samples = [torch.as_tensor(sample, device="cpu") for sample in samples]
     if all(isinstance(sample, torch.Tensor) for sample in samples) and samples[0].ndim:
         return column(list(samples), path)
     return default_collate(samples)  # type: ignore[arg-type]

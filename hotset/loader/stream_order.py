@@ -81,7 +81,7 @@ class StreamSampler(Sampler[int]):
             return np.arange(rank, count, ranks)
         if ranks == 1:
             return np.fromiter(RandomSampler(range(count), generator=self.generator), np.int64, count)
-        drawn = torch.randperm(count, generator=torch.Generator().manual_seed(self.epoch))
+        drawn = torch.randperm(count, generator=torch.Generator().manual_seed(self.epoch), device="cpu")
         return drawn.numpy()[rank::ranks]
 
     def __iter__(self) -> Iterator[int]:

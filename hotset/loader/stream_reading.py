@@ -87,4 +87,4 @@ def rest_of_stream(
 def _apart_from(generator: torch.Generator | None) -> torch.Generator:
     """A generator that follows from another one's state, and gives other numbers than it will give."""
     apart = (generator or torch.default_generator).clone_state()
-    return apart.manual_seed(int(torch.randint(1 << 62, (), generator=apart)))
+    return apart.manual_seed(int(torch.randint(1 << 62, (), generator=apart, device=apart.device)))

@@ -457,15 +457,15 @@ def _positions(placed: Any) -> Any:
 
 class _Fresh:
     def tensor(self, offset: int, size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        return torch.empty(size // dtype.itemsize, dtype=dtype)
+        return torch.empty(size // dtype.itemsize, dtype=dtype, device="cpu")
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Whether two batches are equal in types, dtypes, shapes, strides and bytes."""
+    """Whether two batches are equal in types, dtypes, devices, shapes, strides and bytes."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
-        if a.dtype != b.dtype or a.shape != b.shape or a.stride() != b.stride():
+        if (a.dtype, a.device, a.shape, a.stride()) != (b.dtype, b.device, b.shape, b.stride()):
             return False
         return bool(
             (a.contiguous().view(-1).view(torch.uint8) == b.contiguous().view(-1).view(torch.uint8)).all()

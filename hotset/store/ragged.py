@@ -68,7 +68,7 @@ class Ragged(Sequence[torch.Tensor]):
         sizes = np.array([t.numel() * t.itemsize for t in tensors], np.int64)
         padded = -(-sizes // _ALIGN) * _ALIGN
         starts = np.cumsum(padded) - padded
-        buffer = torch.zeros(int(padded.sum()), dtype=torch.uint8)
+        buffer = torch.zeros(int(padded.sum()), dtype=torch.uint8, device=first.device)
         shapes = np.array([t.shape for t in tensors], np.int64).reshape(len(tensors), first.ndim)
         batch = cls(buffer, starts, shapes, first.dtype)
         for mine, given in zip(batch, tensors, strict=True):
@@ -98,7 +98,7 @@ class Ragged(Sequence[torch.Tensor]):
             RuntimeError: they differ in a dimension other than the first.
         """
         lengths = torch.from_numpy(self.shapes[:, 0].copy())
-        offsets = torch.zeros(len(self) + 1, dtype=torch.int64)
+        offsets = torch.zeros(len(self) + 1, dtype=torch.int64, device="cpu")
         torch.cumsum(lengths, 0, out=offsets[1:])
         return torch.cat(list(self)), offsets
 

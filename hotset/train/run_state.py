@@ -43,7 +43,7 @@ class RunState:
     epoch: int = 0
     step: int = 0
     steps_in_epoch: int | None = None
-    losses: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    losses: torch.Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
     metrics: dict[str, Any] = field(default_factory=dict)
     stopping: bool = False
     # The rest belongs to the training loop.

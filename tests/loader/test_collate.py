@@ -136,6 +136,18 @@ def _unchanged(sample: Any) -> Any:
     return sample
 
 
+def every_third_alike(index: int) -> torch.Tensor:
+    return torch.full((1 + index % 3, 2), index)
+
+
+def test_a_leaf_of_which_the_first_samples_read_were_alike_is_ragged_where_it_varies() -> None:
+    """22 samples, of which eight are read at first, each third one."""
+    with hotset.cache(Samples(every_third_alike, 22), memory="1MiB") as cached:
+        loader = hotset.DataLoader(cached, batch_size=2, collate_fn=hotset.collate.ragged)
+        for _ in range(2):
+            assert [part.shape[0] for batch in loader for part in batch] == [1 + i % 3 for i in range(22)]
+
+
 def test_ragged_samples_are_cached_and_read_once(tmp_path: Any) -> None:
     log = ReadLog(tmp_path / "reads")
     with hotset.cache(Counting(ragged, N, log)) as cached:

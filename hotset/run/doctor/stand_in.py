@@ -67,6 +67,6 @@ class StandIn:
 def _compute(seconds: float) -> None:
     """Take so much processor time in this thread."""
     end = time.thread_time() + seconds
-    some = torch.ones(_ELEMENTS)
+    some = torch.ones(_ELEMENTS, device="cpu")
     while time.thread_time() < end:
         some.add_(1.0)

@@ -55,7 +55,9 @@ def unflatten_sparse(tree: Any) -> Any:
     if layout == "torch.sparse_coo":
         indices, values, is_coalesced = first, second, third
         return torch.sparse_coo_tensor(
-            indices, values, size, check_invariants=True, is_coalesced=is_coalesced
+            indices, values, size, device="cpu", check_invariants=True, is_coalesced=is_coalesced
         )
     kind = getattr(torch, layout.removeprefix("torch."))
-    return torch.sparse_compressed_tensor(first, second, third, size, layout=kind, check_invariants=True)
+    return torch.sparse_compressed_tensor(
+        first, second, third, size, layout=kind, device="cpu", check_invariants=True
+    )

@@ -67,7 +67,9 @@ def _unflatten(tree: Any) -> Any:
     if is_tensor(dense):
         import torch
 
-        return torch.empty_strided(shape, strides, dtype=dense.dtype).copy_(dense.view(shape))
+        return torch.empty_strided(shape, strides, dtype=dense.dtype, device=dense.device).copy_(
+            dense.view(shape)
+        )
     # The element with the lowest address comes first; a negative stride begins at its other end.
     lowest = sum(min(step, 0) * (size - 1) for step, size in zip(strides, shape, strict=True) if size)
     highest = sum(max(step, 0) * (size - 1) for step, size in zip(strides, shape, strict=True) if size)

@@ -57,7 +57,10 @@ class TensorLeaf(ArrayLeaf):
     @cached_property
     def _carrier_dtype(self) -> np.dtype[Any]:
         carried = self.torch_dtype not in _CARRIERS  # else numpy() refuses it
-        return torch.empty(0, dtype=self.torch_dtype).numpy().dtype if carried else np.dtype(object)
+        if not carried:
+            return np.dtype(object)
+        none: Carrier = torch.empty(0, dtype=self.torch_dtype, device="cpu").numpy()
+        return none.dtype
 
     def _carrier(self, value: object) -> Carrier:
         if type(value) is not torch.Tensor:
@@ -83,7 +86,7 @@ class TensorLeaf(ArrayLeaf):
 
     def _over(self, buffer: Any, offset: int, shape: Shape) -> Any:
         if 0 in shape:
-            return torch.empty(shape, dtype=self.torch_dtype)
+            return torch.empty(shape, dtype=self.torch_dtype, device="cpu")
         flat = torch.frombuffer(buffer, dtype=self.torch_dtype, count=math.prod(shape), offset=offset)
         return flat.view(shape)
 
@@ -101,7 +104,7 @@ class TensorLeaf(ArrayLeaf):
     def _laid_out(self, array: Any) -> Any:
         shape = tuple(array.shape)
         strides = dense_strides(shape, self.order)
-        return torch.empty_strided(shape, strides, dtype=self.torch_dtype).copy_(array)
+        return torch.empty_strided(shape, strides, dtype=self.torch_dtype, device="cpu").copy_(array)
 
 
 def _refuse(value: torch.Tensor) -> None:
