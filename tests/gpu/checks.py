@@ -235,6 +235,43 @@ def pinned_batches_are_whole_in_a_plain_loop(device: str) -> None:
                 assert [int(one) for one in found] == list(range(64)), workers
 
 
+class _Numbers(torch.utils.data.Dataset[Any]):
+    """Samples of which collating makes tensors on the default device, and one that stays where it is."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        image = torch.full((3, 16, 16), index, dtype=torch.uint8, device="cpu")
+        return image, index, index / 2, np.full(4, index)
+
+
+def batches_are_where_torchs_loader_has_them(device: str) -> None:
+    """After ``torch.set_default_device``, and as drawn from a generator of that device."""
+
+    def batches(make: Any, dataset: Any) -> list[Any]:
+        drawn = torch.Generator(device).manual_seed(5)
+        loader = make(dataset, batch_size=5, shuffle=True, generator=drawn)
+        return [
+            (str(part.device), part.dtype, part.tolist())
+            for _ in range(3)
+            for batch in loader
+            for part in batch
+        ]
+
+    torch.set_default_device(device)
+    try:
+        expected = batches(torch.utils.data.DataLoader, _Numbers())
+        with hotset.cache(_Numbers(), memory="1MiB") as cached:
+            assert batches(hotset.DataLoader, cached) == expected
+            cached.clear()
+            cached.fill()
+            assert batches(hotset.DataLoader, cached) == expected
+            assert cached.check() == []
+    finally:
+        torch.set_default_device(None)
+
+
 # Losses
 
 
@@ -1011,6 +1048,7 @@ CHECKS: list[Callable[[str], None]] = [
     blocks_are_held_until_their_copies_have_ended,
     queues_give_what_the_loader_gives,
     pinned_batches_are_whole_in_a_plain_loop,
+    batches_are_where_torchs_loader_has_them,
     schedules_are_followed,
     a_learning_rate_in_a_tensor_costs_no_capture,
     resident_samples_train_alike,
