@@ -107,22 +107,30 @@ def draw_base_seed(generator: torch.Generator | None) -> None:
 class WholeEpoch:
     """Batches of torch's own samplers, cut from one array; the array is drawn with the first batch.
 
-    Attributes:
-        batch_size: of all but perhaps the last.
+    A program may set another ``batch_size`` on the batch sampler in mid-epoch. torch's asks for it with each
+    batch, or with the first one alone if it drops the last: so does this.
     """
 
-    def __init__(self, draw: Callable[[], Any], batch_size: int, drop_last: bool, start: int) -> None:
+    def __init__(self, draw: Callable[[], Any], batches: BatchSampler, start: int) -> None:
         self._draw_order = draw
         self._order: Any = None
         self._at = start
-        self.batch_size = batch_size
-        self._drop_last = drop_last
+        self._batches = batches
+        self._drop_last = False
+        self._fixed_size: int | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """The size of all batches but perhaps the last, as it is now."""
+        return self._fixed_size or self._batches.batch_size
 
     def __iter__(self) -> WholeEpoch:
         return self
 
     def begin(self) -> None:
         if self._order is None:
+            self._drop_last = self._batches.drop_last
+            self._fixed_size = self._batches.batch_size if self._drop_last else None
             self._order = self._draw_order()
 
     def __next__(self) -> Any:
@@ -136,9 +144,10 @@ class WholeEpoch:
     def peek(self, distance: int) -> Any | None:
         if self._order is None:
             return None
-        start = self._at + distance * self.batch_size
-        batch = self._order[start : start + self.batch_size]
-        if len(batch) == 0 or (self._drop_last and len(batch) < self.batch_size):
+        size = self.batch_size
+        start = self._at + distance * size
+        batch = self._order[start : start + size]
+        if len(batch) == 0 or (self._drop_last and len(batch) < size):
             return None
         return batch
 
@@ -153,19 +162,15 @@ def whole_epoch(batches: Any, start: int = 0) -> WholeEpoch | None:
     sampler: Any = batches.sampler
     if type(sampler) is SequentialSampler:
         count = len(sampler.data_source)
-        return WholeEpoch(lambda: np.arange(count), batches.batch_size, batches.drop_last, start)
+        return WholeEpoch(lambda: np.arange(count), batches, start)
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.generator is None:
         count, wanted = len(sampler.data_source), sampler.num_samples
         if count and wanted <= max(count, _LONGEST_ORDER):
-            return WholeEpoch(
-                lambda: _permutations(count, wanted), batches.batch_size, batches.drop_last, start
-            )
+            return WholeEpoch(lambda: _permutations(count, wanted), batches, start)
     if type(sampler) is StreamSampler and sampler.draws_globally:
-        return WholeEpoch(sampler.order, batches.batch_size, batches.drop_last, start)
+        return WholeEpoch(sampler.order, batches, start)
     if type(sampler) is DistributedSampler:  # it draws all at once, from a generator of its own
-        return WholeEpoch(
-            lambda: np.fromiter(sampler, np.int64, len(sampler)), batches.batch_size, batches.drop_last, start
-        )
+        return WholeEpoch(lambda: np.fromiter(sampler, np.int64, len(sampler)), batches, start)
     return None
 
 

@@ -239,9 +239,11 @@ class LocalBatches:
         if self._several is not None:
             made = self._several.next()
             self._several = self._several if made.more else None
-            if made.batch is not None and self._may_be_served(made.ids):
+            same = len(made.ids) == samples_in(indices)
+            if same and made.batch is not None and self._may_be_served(made.ids):
                 return made.batch
-            # The store was cleared, and what was gathered with this batch must not be used either.
+            # The store was cleared, or the program has set another batch size: what was gathered with this
+            # batch must not be used either.
             self._several = None
         resolved = self._builder.resolve(indices)
         gather = self._gather
@@ -324,6 +326,9 @@ class LocalBatches:
                 break
             ahead.ask(partial(_copied, gather.prepare(self._route.sample_ids(resolved))))
         copy = ahead.next()
+        if copy is not None and copy.count != len(ids):  # the program has set another batch size meanwhile
+            ahead.stop()
+            return None
         return gather.finish(copy) if copy is not None else None
 
     def __len__(self) -> int:

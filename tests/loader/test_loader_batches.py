@@ -24,7 +24,7 @@ from kills import in_child
 from live import draw_all
 from samples import big_image_and_label, image_and_label, mapping, named, poster_and_label, ragged
 from sources import Counting, ReadLog, Samples
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, default_collate
 
 import hotset
 
@@ -381,6 +381,30 @@ def test_a_clear_between_small_batches_takes_effect() -> None:
                 before = cached.stats().misses
         equal_batches(got, list(DataLoader(Samples(image_and_label, 60), batch_size=4)))
         assert cached.stats().misses - before == 60 - 16, "what comes after the clear is read anew"
+
+
+@pytest.mark.parametrize("make", [image_and_label, poster_and_label])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_another_batch_size_that_is_set_in_mid_epoch_counts_from_the_batch_from_which_it_does_for_torch(
+    make: Callable[[int], Any], drop_last: bool, workers: int
+) -> None:
+    def sizes(loader: DataLoader[Any]) -> Iterator[Any]:
+        cutter: Any = loader.batch_sampler
+        for _ in range(2):
+            for number, batch in enumerate(loader):
+                yield batch
+                if number % 3 == 2:
+                    cutter.batch_size = 11 - cutter.batch_size  # 3, 8, 3, ...
+
+    def order() -> BatchSampler:
+        return BatchSampler(SequentialSampler(range(N)), 3, drop_last)
+
+    with hotset.cache(Samples(make, N)) as cached:
+        cached.fill()
+        got = list(sizes(hotset.DataLoader(cached, batch_sampler=order(), num_workers=workers)))
+        plain = DataLoader(Samples(make, N), batch_sampler=order(), num_workers=workers)
+        equal_batches(got, list(sizes(plain)))
 
 
 def test_indices_of_a_sampler_of_the_users_are_gathered_together_where_they_are_known() -> None:
