@@ -17,6 +17,7 @@ fingerprint covers code and objects, but not what a service or a clock returns.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ from hotset.dataset.pipeline import Pipeline, Source
 from hotset.dataset.planning.recorder import recorded
 from hotset.determinism.aliasing import copied
 from hotset.determinism.chain import applied, leaves
+from hotset.determinism.draws.draw_watch import DrawWatch
 from hotset.determinism.draws.rng import Generators
 from hotset.determinism.equality import differs
 from hotset.determinism.verdict import name_of
@@ -66,7 +68,7 @@ class Audit:
         self._process = 0
         self._budget = AuditBudget(self._share)
         self._audits = 0
-        self._generators: Generators | None = None
+        self._watch: DrawWatch | None = None
         self._outside: list[Any] = []
         self.last_seconds = 0.0
 
@@ -106,13 +108,15 @@ class Audit:
             A warning if they differ; None if they are equal, or the sample cannot be read now.
         """
         begun = time.monotonic()
-        if self._generators is None:
-            self._generators = Generators(self._source.read_parts)
+        if self._watch is None:
+            self._watch = DrawWatch(self._source.read_parts)
             self._outside = outer_code(self._source.dataset, self._source.cached_steps)
         held = HeldAttributes.near(self._source.dataset, self._source.cached_steps, self._outside)
-        states = self._generators.states()
+        self._watch.begin()
+        read: list[Any] = []
         try:
-            found = differs(cached, self._source.read(index), across=True)
+            read.append(self._source.read(index))
+            found = differs(cached, read[0], across=True)
             if not found:
                 return None
             return (
@@ -124,12 +128,20 @@ class Audit:
         except Exception:  # a sample that cannot be read now may be unchanged
             return None
         finally:
+            self._put_generators_back(read, index)
             if is_only_reader():
                 held.put_back()
-            self._generators.put(states)
             self.last_seconds = time.monotonic() - begun
             self._budget.spend(self.last_seconds)
             self._cost = max(self.last_seconds, self._cost / 2)
+
+    def _put_generators_back(self, read: list[Any], index: int) -> None:
+        """Put generators back if reading has moved them, and not another thread, which would draw twice."""
+        assert self._watch is not None
+        try:
+            self._watch.drew(*((read[0], functools.partial(self._source.read, index)) if read else ()))
+        except Exception:  # it cannot be read again
+            self._watch.begin()
 
     def _why(self, index: int) -> str:
         try:
@@ -138,7 +150,7 @@ class Audit:
             return f"the source returns another sample now (reading it again raised {type(error).__name__})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_process": 0, "_generators": None, "_outside": []}
+        return {**self.__dict__, "_process": 0, "_watch": None, "_outside": []}
 
 
 def first_difference(source: Source, store: Store) -> str | None:

@@ -45,7 +45,6 @@ from hotset.determinism.argument_key import (
     file_version,
 )
 from hotset.determinism.draws.draw_watch import DrawWatch
-from hotset.determinism.draws.rng import Generators
 from hotset.determinism.equality import differs
 from hotset.errors import ArgumentError
 from hotset.memoize.function_description import FunctionDescription
@@ -116,7 +115,6 @@ class Calls:
         "_depth",
         "_description",
         "_function",
-        "_generators",
         "_is_off",
         "_options",
         "_parameters",
@@ -142,7 +140,6 @@ class Calls:
         self._watches: list[DrawWatch] = []
         self._depth = threading.local()
         self._audit_budget = AuditBudget(_AUDITED_SHARE)
-        self._generators: Generators | None = None
         self._told: set[str] = set()
         _every.add(self)
         # A worker's parent has the store; the worker looks for it at its first call. So do those that come
@@ -435,19 +432,22 @@ class Calls:
 
     def _audit(self, state: _InUse, value: Any, compute: Callable[[], Any]) -> Any:
         """Compute a hit anew, and compare; returns what the caller gets."""
-        if self._generators is None:
-            self._generators = Generators([self._function])
-        before, begun = self._generators.states(), time.monotonic()
+        watch, begun = self._watches.pop() if self._watches else DrawWatch([self._function]), time.monotonic()
         state.counters[Counter.AUDITS] += 1
+        watch.begin()
         try:
             computed = compute()
+            watch.drew(computed, compute)
             if isinstance(computed, Unfilled):
                 computed = computed.filled()
             found = differs(value, computed, across=True)
-        except Exception:
+        except BaseException as error:
+            watch.drew()  # puts back what it moved before it raised
+            if not isinstance(error, Exception):
+                raise
             return value  # what it raises now, it would not have raised then
         finally:
-            self._generators.put(before)
+            self._watches.append(watch)
             self._audit_budget.spend(time.monotonic() - begun)
         if found is None:
             return value

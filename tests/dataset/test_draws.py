@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import multiprocessing
 import os
@@ -454,6 +455,67 @@ def test_draws_of_another_thread_do_not_count_as_the_samples() -> None:
     finally:
         ended.set()
         training.join()
+
+
+@contextlib.contextmanager
+def drawing_all_the_time() -> Iterator[list[float]]:
+    """Another thread draws, some thousand numbers a second, as noise in a training loop on the CPU does."""
+    drawn: list[float] = []
+    ended = threading.Event()
+
+    def draw() -> None:
+        while not ended.wait(2e-4):
+            drawn.append(random.random())
+
+    random.seed(7)
+    training = threading.Thread(target=draw)
+    training.start()
+    try:
+        yield drawn
+    finally:
+        ended.set()
+        training.join()
+    random.seed(7)
+    assert len(drawn) > 100
+    assert drawn == [random.random() for _ in drawn], "a number was drawn twice, or none in its place"
+
+
+def test_a_thread_that_draws_all_the_time_draws_no_number_twice() -> None:
+    with hotset.cache(Slow(), memory="64MiB") as cached, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it cannot always be told whose draws they are
+        with drawing_all_the_time():
+            batches = [list(hotset.DataLoader(cached, batch_size=8)) for _ in range(2)]
+        for each in batches:
+            equal_batches(each, list(DataLoader(Samples(constant_row, LENGTH), batch_size=8)))
+
+
+def test_a_thread_that_draws_all_the_time_draws_no_number_twice_while_hits_are_audited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with hotset.cache(Slow(), memory="64MiB") as cached:
+        cached.fill()
+        monkeypatch.setattr("hotset.dataset.audit_budget.AuditBudget.covers", lambda *_: True)
+        with drawing_all_the_time():
+            for _ in range(10):
+                list(hotset.DataLoader(cached, batch_size=8))
+        assert cached.stats().audited > 20
+
+
+def test_a_sample_that_draws_beside_idle_threads_leaves_its_generator_where_it_was() -> None:
+    ended = threading.Event()
+    idle = threading.Thread(target=ended.wait)
+    idle.start()
+    try:
+        with hotset.cache(Augmented({20, 41}, "random"), memory="64MiB") as cached, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            random.seed(3)
+            got, state = list(hotset.DataLoader(cached, batch_size=8)), random.getstate()
+        random.seed(3)
+        equal_batches(got, list(DataLoader(Augmented({20, 41}, "random"), batch_size=8)))
+        assert random.getstate() == state
+    finally:
+        ended.set()
+        idle.join()
 
 
 class Slow(Samples):

@@ -20,8 +20,10 @@ between shows that it gives the same then.
 Another thread may have drawn meanwhile, for mixup in the training loop while a queue reads ahead, for
 example. Where other threads run, the watch has the samples read once more to find out: a sample that draws
 does so each time, or its two readings differ. If the samples turn out not to draw, the watch puts no state
-back, as that thread would draw the same numbers twice. Nor does it take away a generator that another thread
-may have made.
+back, as that thread would draw the same numbers twice. A thread that draws all the time moves the generators
+in these readings, too. So the watch looks whether they also move while nothing is read. If they do, it reads
+on until none moves; if that does not come, it counts the samples as drawing, and puts no state back. Nor does
+it take away a generator that another thread may have made.
 
 A generator that the system seeds for one draw, and that is then dropped, leaves no state to compare. But the
 watch notices the entropy that seeded it (:mod:`hotset.determinism.draws.entropy`), and compares two readings.
@@ -29,8 +31,10 @@ watch notices the entropy that seeded it (:mod:`hotset.determinism.draws.entropy
 
 from __future__ import annotations
 
+import math
 import re
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,6 +49,9 @@ __all__ = ["DrawWatch", "others_run"]
 
 _COMPARED, _LATER = 32, 128  # the first readings with entropy are compared, later each so many-th
 _REPEATS = 2  # further readings, to tell a sample that draws from a thread that drew at the same time
+_MORE = 8  # further ones, beside a thread that draws all the time
+_SHORTEST, _LONGEST = 5e-3, 0.2  # seconds, of the wait that tells whether there is one
+_RECENT = 1.0  # seconds: one that has drawn so lately is taken to draw all the time
 # Threads that run no code of the user's: those of multiprocessing, torch and tqdm, and hotset's own but one.
 _HARMLESS = re.compile(r"QueueFeederThread|hotset-(?!ahead).*|.*\((_serve|_pin_memory_loop)\)")
 
@@ -68,12 +75,13 @@ class DrawWatch:
 
     # Of this process, so not pickled: the generators, and the attributes of near objects, from the first
     # begin() on; the count of entropy.taken(), how many readings took some, and whether a sample depended on
-    # it; where generators were made since the last comparison.
+    # it; where generators were made since the last comparison; when another thread was last seen to draw.
     _generators: Generators
     _near: NearAttributes
     _entropy = _asked = 0
     _entropy_matters = False
     _made: Sequence[Changed] = ()
+    _others_drew = -math.inf
 
     def __init__(self, holders: Sequence[object]) -> None:
         self._holders = list(holders)
@@ -93,13 +101,13 @@ class DrawWatch:
     def drew(self, read: object = None, read_again: Callable[[], object] | None = None) -> bool:
         """Whether reading has drawn random numbers since :meth:`begin`.
 
-        If it has, all generators are put back to their states at :meth:`begin`. If not, the next call
-        compares with the present states.
+        If it has, all generators are put back to their states at :meth:`begin`, but for those of a program in
+        which other threads draw all the time. If not, the next call compares with the present states.
 
         Args:
             read: what was read.
-            read_again: reads the same samples once more. It is called at most three times, and only where
-                another thread may have drawn, where a generator was made, or where reading has taken entropy.
+            read_again: reads the same samples once more. It is called a few times, and only where another
+                thread may have drawn, where a generator was made, or where reading has taken entropy.
         """
         before, self._entropy = self._entropy, entropy.taken()
         took_entropy = before != self._entropy
@@ -116,7 +124,11 @@ class DrawWatch:
         """As :meth:`drew`, where a generator has moved or entropy was taken."""
         began, others, made = self._generators.noted(), drew and others_run(), self._made
         if (others or made) and read_again is not None:
-            drew = self._draws_again(read, read_again)
+            found = self._draws_again(read, read_again)
+            if found is None:
+                self._generators.note()
+                return True
+            drew = found
         if not drew and took_entropy:
             drew = self._is_from_entropy(read, read_again)
         if drew:
@@ -141,14 +153,35 @@ class DrawWatch:
             put_back(had)
         self._near.look()
 
-    def _draws_again(self, read: object, read_again: Callable[[], object]) -> bool:
-        """Whether this reading has drawn, rather than another thread meanwhile, or only made a generator."""
-        for _ in range(_REPEATS):
+    def _draws_again(self, read: object, read_again: Callable[[], object]) -> bool | None:
+        """Whether this reading has drawn, rather than another thread meanwhile, or only made a generator.
+
+        None if it cannot be told, as other threads draw all the time.
+        """
+        begun = time.perf_counter()
+        for number in range(_REPEATS + _MORE):
+            if number == _REPEATS and not self._others_draw(time.perf_counter() - begun):
+                return True
             self._generators.note()
             again = read_again()
             if not self._moved():
                 # If the draws were this reading's, and rare, the two readings differ.
-                return differs(read, again) is not None
+                drew = differs(read, again) is not None
+                if not drew:
+                    self._others_drew = time.monotonic()
+                return drew
+        return None
+
+    def _others_draw(self, seconds: float) -> bool:
+        """Whether a generator moves in about as much time, while this thread reads nothing."""
+        if not others_run():
+            return False
+        if time.monotonic() - self._others_drew > _RECENT:
+            self._generators.note()
+            time.sleep(min(max(seconds, _SHORTEST), _LONGEST))
+            if not self._generators.any_moved:
+                return False
+            self._others_drew = time.monotonic()
         return True
 
     def _is_from_entropy(self, read: object, read_again: Callable[[], object] | None) -> bool:
