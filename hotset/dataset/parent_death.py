@@ -18,6 +18,7 @@ import signal
 from typing import NamedTuple
 
 from hotset.store import locks
+from hotset.store.standard_streams import beyond_standard
 
 __all__ = ["ParentDeathSignal", "parent_death_signal"]
 
@@ -41,6 +42,7 @@ class ParentDeathSignal(NamedTuple):
     fd: int
     inode: int
 
+    @beyond_standard()
     def arm(self) -> int:
         """Have the kernel kill this process when the parent dies.
 
@@ -94,7 +96,8 @@ def parent_death_signal() -> ParentDeathSignal:
     if not all(locks.file_of(fd) == file for fd, file in _ends):
         _close_ends()
     if not _ends:
-        _ends.extend((fd, locks.file_of(fd)) for fd in os.pipe())
+        with beyond_standard():
+            _ends.extend((fd, locks.file_of(fd)) for fd in os.pipe())
     fd = _ends[0][0]
     return ParentDeathSignal(os.getpid(), fd, os.fstat(fd).st_ino)
 

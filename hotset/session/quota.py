@@ -44,6 +44,7 @@ import numpy.typing as npt
 from hotset.errors import SessionError
 from hotset.session.runtime_dir import new_file, open_at
 from hotset.store import locks
+from hotset.store.standard_streams import beyond_standard
 
 __all__ = ["Quota"]
 
@@ -73,6 +74,7 @@ class Quota:
         head: describes the session or server whose quota it is.
     """
 
+    @beyond_standard()
     def __init__(self, folder: int, file: str) -> None:
         fd = open_at(folder, file)
         opened = locks.file_of(fd)

@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hotset.errors import ArgumentError, FolderError
+from hotset.store.standard_streams import beyond_standard
 
 __all__ = [
     "KNOB",
@@ -110,6 +111,7 @@ def open_private(path: Path) -> int:
     return fd
 
 
+@beyond_standard()
 def open_at(folder: int, name: str, *, create: bool = False) -> int:
     """Return a descriptor, for reading and writing, of a file in a folder that is open.
 

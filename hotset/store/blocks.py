@@ -36,6 +36,7 @@ from typing import Any
 from hotset.store import locks, memory_limits
 from hotset.store.format import PAGE
 from hotset.store.segment import Address
+from hotset.store.standard_streams import beyond_standard
 
 __all__ = ["BlockPool", "Blocks", "SharedBlocks", "making_workers"]
 
@@ -88,7 +89,8 @@ class BlockPool:
         self._maps: dict[int, mmap.mmap] = {}
         self._fd = -1
         if shared:
-            self._fd = os.memfd_create("hotset-blocks", os.MFD_CLOEXEC)
+            with beyond_standard():
+                self._fd = os.memfd_create("hotset-blocks", os.MFD_CLOEXEC)
             self._file = locks.file_of(self._fd)
             weakref.finalize(self, locks.close_own, self._fd, self._file).atexit = False
             most = max(min(_MOST_BLOCKS, _MOST_BYTES // self.block_bytes), 64)
@@ -96,7 +98,8 @@ class BlockPool:
             if not self._most:
                 raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
             os.ftruncate(self._fd, self.block_bytes * self._most)
-            self._maps[0] = mmap.mmap(self._fd, self.block_bytes * self._most)
+            with beyond_standard():
+                self._maps[0] = mmap.mmap(self._fd, self.block_bytes * self._most)
             _shared_pools.add(self)
 
     @property
@@ -244,6 +247,7 @@ class SharedBlocks:
         OSError: the pool's process is gone; or this process has no address space left (``ENOMEM``).
     """
 
+    @beyond_standard()
     def __init__(self, address: Address, block_bytes: int) -> None:
         fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)
         try:

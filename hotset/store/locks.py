@@ -55,6 +55,8 @@ import time
 import weakref
 from collections.abc import Callable
 
+from hotset.store.standard_streams import beyond_standard
+
 __all__ = [
     "Description",
     "FileLock",
@@ -147,6 +149,7 @@ def close_own(
         close(fd)
 
 
+@beyond_standard()
 def reopen(fd: int) -> int:
     """Return a descriptor of a new open file description of the file behind ``fd``.
 

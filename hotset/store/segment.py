@@ -50,6 +50,7 @@ from hotset.store.format import (
     pack_header,
     unpack_header,
 )
+from hotset.store.standard_streams import beyond_standard
 
 __all__ = ["Address", "Segment", "attach_second", "read_metadata", "require_index_room"]
 
@@ -102,6 +103,7 @@ class Segment:
         self.index: Words = np.frombuffer(self.buffer, np.int64, geometry.samples, geometry.index_at)
 
     @classmethod
+    @beyond_standard()
     def create(
         cls,
         geometry: Geometry,
@@ -153,6 +155,7 @@ class Segment:
             raise
 
     @classmethod
+    @beyond_standard()
     def attach(cls, where: str | Address) -> Segment:
         """Map an existing segment: a file's path, or a memfd's :class:`Address`.
 

@@ -6,6 +6,8 @@ workers and children keep what the program has opened.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,3 +105,54 @@ os._exit(0)
     said, whole = done.stdout.splitlines()
     assert said.startswith("the cache of Squares cannot be sent to another process, so there samples come")
     assert whole == "whole"
+
+
+WITHOUT_STANDARD = """
+import os, sys
+import torch
+os.environ["HOTSET_RUNTIME_DIR"] = os.path.join(sys.argv[1], "run")
+from torch.utils.data import Dataset
+
+import hotset
+from hotset.dataset.parent_death import parent_death_signal
+from hotset.session import sessions
+
+
+class Loud(Dataset):
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        for number in range(3):
+            try:
+                os.write(number, b"what a library prints" * 100)
+            except OSError:
+                pass
+        return torch.full((100,), index)
+
+
+def passes(cached):
+    for _ in range(2):
+        got = torch.cat(list(hotset.DataLoader(cached, batch_size=4)))
+        assert torch.equal(got[:, 0], torch.arange(32)), got[:, 0]
+    assert (cached.stats().cached, cached.stats().hits) == (32, 32), cached.stats()
+
+
+passes(hotset.cache(Loud(), memory="1MiB"))
+assert parent_death_signal().fd > 2
+passes(hotset.cache(Loud(), memory="1KiB", spill=sys.argv[1]))
+session = sessions.create("loud", memory=1 << 20)
+passes(hotset.cache(Loud(), session="loud"))
+sessions.destroy(session)
+with open(os.path.join(sys.argv[1], "whole"), "x"):
+    pass
+"""
+
+
+def test_what_is_printed_without_standard_output_does_not_reach_what_is_cached(tmp_path: Path) -> None:
+    """The first files that a daemon opens get the numbers of standard input, output and error."""
+    program = tmp_path / "program.py"
+    program.write_text(WITHOUT_STANDARD)
+    shell = 'exec "$0" "$@" 0<&- 1>&- 2>&-'
+    subprocess.run(["sh", "-c", shell, sys.executable, str(program), str(tmp_path)], check=True, timeout=60)
+    assert (tmp_path / "whole").exists()

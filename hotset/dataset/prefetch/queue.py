@@ -34,6 +34,7 @@ from hotset.dataset.parent_death import ParentDeathSignal, parent_death_signal
 from hotset.store import locks
 from hotset.store.claims import Ids
 from hotset.store.segment import Words
+from hotset.store.standard_streams import beyond_standard
 
 __all__ = ["PrefetchQueue", "QueueAddress"]
 
@@ -76,6 +77,7 @@ class PrefetchQueue:
         self.done, self.reported, self.raised = rows[:, _DONE], rows[:, _REPORTED], rows[:, _RAISED]
 
     @classmethod
+    @beyond_standard()
     def create(cls, processes: int) -> PrefetchQueue:
         """Make an empty queue for this many workers.
 
@@ -91,6 +93,7 @@ class PrefetchQueue:
             raise
 
     @classmethod
+    @beyond_standard()
     def attach(cls, address: QueueAddress) -> PrefetchQueue:
         """Attach to a queue in a worker, which dies with the queue's process from now on.
 
