@@ -30,7 +30,7 @@ from hotset.run.ledger import (
     make_ledger,
     why_full,
 )
-from hotset.run.program import run_program
+from hotset.run.program import run_program, tell
 
 __all__ = ["doctor"]
 
@@ -99,7 +99,7 @@ def _tell(seen: Observed, command: str, as_json_text: bool) -> None:
         sys.stdout.write(json.dumps(as_json(report), indent=2) + "\n")
         return
     text = lines(report, printable(command, 60))
-    sys.stderr.write("".join(f"{printable(line, _LONGEST_LINE)}\n" for line in text))
+    tell("".join(f"{printable(line, _LONGEST_LINE)}\n" for line in text))
 
 
 def _no_loader(ledger: str, command: str) -> str:
@@ -143,7 +143,7 @@ def _how(status: int) -> str:
 
 
 def _say(sentence: str) -> None:
-    sys.stderr.write(f"hotset: {sentence}\n")
+    tell(f"hotset: {sentence}\n")
 
 
 class _Watcher:

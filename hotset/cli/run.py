@@ -7,7 +7,6 @@ import os
 import secrets
 import shlex
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from hotset.errors import ArgumentError
 from hotset.run import loader_wait
 from hotset.run.environment import JOB, Options, environment_for
 from hotset.run.ledger import ATTACHED, IMPORTED, REACHED, Ledger, make_ledger, read_left, unreached
-from hotset.run.program import run_program
+from hotset.run.program import run_program, tell
 from hotset.run.report import Outcome, report
 from hotset.session.sessions import find
 from hotset.units import parse_bytes
@@ -65,7 +64,7 @@ def run(options: Options, command: Sequence[str]) -> int:
             unreached=unreached(ledger),
             reached=Ledger(ledger).has(REACHED),
         )
-        sys.stderr.write("".join(f"{printable(line)}\n" for line in report(outcome)))
+        tell("".join(f"{printable(line)}\n" for line in report(outcome)))
         return status
     finally:
         job.close()
@@ -94,7 +93,7 @@ def _check(options: Options, command: Sequence[str]) -> None:
 
 
 def _say(sentence: str) -> None:
-    sys.stderr.write(f"hotset: {sentence}\n")
+    tell(f"hotset: {sentence}\n")
 
 
 def _since(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any]:

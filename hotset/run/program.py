@@ -18,7 +18,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 
-__all__ = ["die_as", "run_program"]
+from hotset.store.standard_streams import beyond_standard
+
+__all__ = ["die_as", "run_program", "tell"]
 
 _PASSED_ON = (
     signal.SIGINT,
@@ -55,7 +57,8 @@ def run_program(
         A status as that of :func:`os.waitpid`.
     """
     terminal = _terminal()
-    reader, writer = os.pipe()  # both ends close as a program is executed
+    with beyond_standard():
+        reader, writer = os.pipe()  # both ends close as a program is executed
     caught: list[int] = []
     with _catching(caught.append):
         pid = os.fork()
@@ -191,10 +194,20 @@ def _give(terminal: int | None, group: int) -> None:
         signal.signal(signal.SIGTTOU, before)
 
 
+def tell(text: str) -> None:
+    """Write to standard error. Where that is closed or full, the command ends as the program did anyway."""
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except (AttributeError, OSError, ValueError):  # AttributeError: it was closed as this process began
+        sys.stderr = None  # or the interpreter tries once more, and exits with 120
+
+
 def die_as(status: int) -> None:
     """End this process as the program ended: with its exit code, or by its signal."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            stream.flush()
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))

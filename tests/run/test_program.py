@@ -6,6 +6,7 @@ import contextlib
 import os
 import pty
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -48,6 +49,12 @@ def python(code: str) -> tuple[str, str, str]:
 @pytest.mark.parametrize("code", [0, 1, 3, 255])
 def test_the_exit_code_is_the_programs(code: int) -> None:
     assert start(*python(f"raise SystemExit({code})")).wait(60) == code
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", "1>&- 2>&-", "0<&- 1>&- 2>&-", "2>/dev/full"])
+def test_the_exit_code_is_the_programs_where_nobody_reads_the_report(redirection: str) -> None:
+    command = shlex.join([sys.executable, "-m", "hotset", "run", "--", *python("raise SystemExit(7)")])
+    assert subprocess.run(["sh", "-c", f"{command} {redirection}"], check=False).returncode == 7
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGINT])
