@@ -36,7 +36,7 @@ from hotset.dataset.spill_folder import checked_folder, spill_to
 from hotset.dataset.streams.cached_stream import CachedStream
 from hotset.dataset.streams.source import is_stream
 from hotset.dataset.window import Window
-from hotset.determinism.declare import declaration_of, declared
+from hotset.determinism.declare import declared
 from hotset.determinism.objects.safe_access import has
 from hotset.errors import SegmentError
 from hotset.session.find_or_create import (
@@ -268,7 +268,7 @@ def _warn_of_epochs(dataset: Any, key: str | None) -> None:
     )
     warn(
         f"{name} has a set_epoch, so its samples may change from epoch to epoch, {then}: move what changes "
-        f"to transform=, or if no sample changes, declare it: {declaration_of(dataset)}."
+        "to transform=, or if no sample changes, declare it: hotset.deterministic(dataset)."
     )
 
 

@@ -41,7 +41,7 @@ from hotset.dataset.content_watch import ContentWatch
 from hotset.dataset.held_attributes import Difference, HeldAttributes
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.transform_attributes import CopiedAttributes, Snapshot, names_transforms
-from hotset.determinism.declare import declaration_of, declared
+from hotset.determinism.declare import declared
 
 __all__ = ["Change", "Changes", "SetSince"]
 
@@ -225,7 +225,7 @@ class Changes:
         return None
 
     def _if_independent(self) -> str:
-        return f"if no sample depends on it, declare it: {declaration_of(self._dataset)}"
+        return "if no sample depends on it, declare it: hotset.deterministic(dataset)"
 
     def pass_ended(self) -> None:
         """A pass was read here: what reading samples in this process has changed does not count."""

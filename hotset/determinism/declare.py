@@ -29,14 +29,12 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeVar, cast
 
 from hotset.determinism.batch_transform import TakesBatches
-from hotset.determinism.objects.code_dependencies import is_users
 from hotset.determinism.objects.safe_access import is_a
 from hotset.errors import ArgumentError
 
 __all__ = [
     "Declaration",
     "DeclaredCallable",
-    "declaration_of",
     "declared",
     "deterministic",
     "nondeterministic",
@@ -142,17 +140,6 @@ def declared(obj: Any) -> Declaration | None:
     if mark.kind == "deterministic" and _mark_of(inspect.getattr_static(obj, "__wrapped__", None)) is mark:
         return None
     return mark.kind
-
-
-def declaration_of(dataset: object) -> str:
-    """How to declare a dataset: its class if that is the user's, for a library's has other instances too.
-
-    Example:
-        >>> from torch.utils.data import TensorDataset
-        >>> declaration_of(TensorDataset())
-        'hotset.deterministic(dataset)'
-    """
-    return f"hotset.deterministic({type(dataset).__name__ if is_users(dataset) else 'dataset'})"
 
 
 def _declare(obj: T, kind: Declaration) -> T:

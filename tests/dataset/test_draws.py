@@ -754,3 +754,32 @@ def test_a_dataset_that_seeds_its_worker_is_not_cached_before_what_draws(own: bo
         plain, kept = (DataLoader(each, batch_size=6, num_workers=2) for each in (dataset, cached))
         for _ in range(EPOCHS):
             equal_batches(list(kept), list(plain))
+
+
+class TwoPhases(Dataset[torch.Tensor]):
+    """Augments in training alone, as many a dataset does; in its test it seeds a generator."""
+
+    def __init__(self, phase: str) -> None:
+        self.phase = phase
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.phase == "train":
+            return torch.full((2,), index) + random.random()
+        np.random.seed(0)
+        return torch.full((2,), index) + float(np.random.normal())
+
+
+def test_the_declaration_that_is_advised_is_of_this_dataset_and_not_of_others_of_its_class() -> None:
+    train, dataset = TwoPhases("train"), TwoPhases("test")
+    with pytest.raises(hotset.NotCacheable) as refused:
+        hotset.cache(dataset, memory="1MiB")
+    advice = str(refused.value).rpartition("declare it: ")[2].rstrip(".")
+    eval(advice, {"hotset": hotset, "dataset": dataset, "TwoPhases": TwoPhases})
+    with hotset.cache(dataset, memory="1MiB") as cached:
+        equal_batches([cached[3] for _ in range(2)], [dataset[3] for _ in range(2)])
+        assert cached.stats().hits
+    with pytest.raises(hotset.NotCacheable, match="returns another sample each time"):
+        hotset.cache(train, memory="1MiB")

@@ -12,7 +12,7 @@ from hotset.dataset.format_transform import columns_with_gaps, format_of
 from hotset.dataset.pipeline import Source
 from hotset.dataset.transform_attributes import transform_attributes_of
 from hotset.dataset.wrapped_datasets import datasets_in
-from hotset.determinism.declare import declaration_of, declared
+from hotset.determinism.declare import declared
 from hotset.determinism.draws.draw_watch import others_run
 from hotset.determinism.draws.probe import Probe, probe
 from hotset.determinism.draws.rng import Generators
@@ -57,7 +57,7 @@ def judge_source(
             f"{type(dataset).__name__} seeds generators as it reads in a loader's worker (its code names "
             "get_worker_info): a worker that finds all samples in the cache would not, and live transforms "
             "would draw other numbers than without it. Seed them in the loader's worker_init_fn; or, if that "
-            f"does not matter, declare it: {declaration_of(dataset)}."
+            "does not matter, declare it: hotset.deterministic(dataset)."
         )
     if not believed and not probed.drawing:
         _judge_batches(dataset, source)
@@ -87,7 +87,7 @@ def refuse_if_in_order(dataset: Any, probed: Probe, moved: Sequence[str]) -> Non
         f"not be read (sample {index} raised {type(error).__name__}: {error}), and reading changes "
         f"{' and '.join(moved[:3])}, so a sample seems to need those before it to be read first; a cache "
         "reads in another order. Let __getitem__ find what it needs by the index alone; or, if these samples "
-        f"cannot be read in any order, declare it: {declaration_of(dataset)}."
+        "cannot be read in any order, declare it: hotset.deterministic(dataset)."
     ) from error
 
 
@@ -122,14 +122,14 @@ def _judge(dataset: Any, source: Source, probed: Probe) -> tuple[list[str], bool
             f"reading a sample of {kind} moves a random number generator ({'; '.join(seen)}), though two "
             "readings were alike. If samples depend on what is drawn, move that part to transform=[...]; if "
             "none does (it seeds the generator, or throws away what it draws), declare it: "
-            f"{declaration_of(dataset)}."
+            "hotset.deterministic(dataset)."
             + (" If another thread has drawn, call hotset.cache while none does." if others_run() else "")
         )
     raise NotCacheable(
         f"{kind} returns another sample each time ({'; '.join(seen)}), and a cache would repeat one draw in "
         f"all epochs. {_parts_first(dataset)} the random part to transform=[...], after the part to be "
         f"cached; or {DECODED_ALONE}; or, if the differences do not matter, declare it: "
-        f"{declaration_of(dataset)}."
+        "hotset.deterministic(dataset)."
     )
 
 
@@ -202,7 +202,7 @@ def _judge_batches(dataset: Any, source: Source) -> None:
             f"{kind}.__getitems__ returns other samples than {kind}.__getitem__, or draws random numbers; "
             "torch's loader uses the first, the cache the second. Let both return the same, and move what is "
             "computed from a whole batch to collate_fn; or, if the differences do not matter, declare it: "
-            f"{declaration_of(dataset)}."
+            "hotset.deterministic(dataset)."
         )
 
 
