@@ -14,7 +14,7 @@ from hotset._warnings import printable
 from hotset.errors import ArgumentError
 from hotset.run.doctor.advice import as_json, judge
 from hotset.run.doctor.ending import end_program
-from hotset.run.doctor.observed import Observed, empty_loader, read, training_processes
+from hotset.run.doctor.observed import Observed, empty_loader, read, takes_batches, training_processes
 from hotset.run.doctor.others import Others
 from hotset.run.doctor.text import lines
 from hotset.run.environment import WatchOptions, watched_environment
@@ -84,7 +84,7 @@ def doctor(command: Sequence[str], *, seconds: float, keep: bool, as_json_text: 
                 _tell(seen, shlex.join(command), as_json_text)
             return status
         if seen is None:
-            _say(_no_loader(ledger, shlex.join(command)))
+            _say(_no_loader(ledger, shlex.join(command), seconds if watcher.ended else None))
             return _NO_LOADER << 8
         _tell(seen, shlex.join(command), as_json_text)
         return 0
@@ -102,8 +102,12 @@ def _tell(seen: Observed, command: str, as_json_text: bool) -> None:
     tell("".join(f"{printable(line, _LONGEST_LINE)}\n" for line in text))
 
 
-def _no_loader(ledger: str, command: str) -> str:
-    """Why there is nothing to judge."""
+def _no_loader(ledger: str, command: str, watched: float | None) -> str:
+    """Why there is nothing to judge.
+
+    Args:
+        watched: the seconds after which the program was ended; None if it has ended by itself.
+    """
     trouble = why_full(ledger)
     if trouble:
         return trouble
@@ -127,6 +131,17 @@ def _no_loader(ledger: str, command: str) -> str:
         return (
             f"a DataLoader of {printable(command, 60)} has given no batch: {printable(empty, 60)}; check "
             "where its samples come from, and drop_last=True."
+        )
+    if not takes_batches(ledger):
+        return (
+            f"{printable(command, 60)} has taken no batch from a torch.utils.data.DataLoader, and batches "
+            "that a program makes without one are not judged."
+        )
+    if watched is not None:
+        return (
+            f"{printable(command, 60)} has taken fewer than three batches from a torch.utils.data.DataLoader "
+            f"in the {watched:g} s for which it was watched, without the first of each epoch, so there is "
+            f"nothing to judge; give it more time: --seconds {4.0 * watched:g}."
         )
     return (
         f"{printable(command, 60)} has taken fewer than three batches from a torch.utils.data.DataLoader, "

@@ -207,7 +207,7 @@ class TestCommand:
         ("command", "telling"),
         [
             (["echo", "hello"], "no Python process"),
-            ([sys.executable, "-c", "print('hello')"], "three batches"),
+            ([sys.executable, "-c", "print('hello')"], "no batch from a torch.utils.data.DataLoader"),
         ],
     )
     def test_without_a_loader_it_says_so(self, command: list[str], telling: str) -> None:
@@ -235,6 +235,13 @@ class TestCommand:
         )
         assert done.returncode == 3
         assert telling in done.stderr
+        assert is_a_sentence(done.stderr.strip())
+
+    def test_a_program_whose_steps_take_long_is_to_be_watched_for_longer(self) -> None:
+        done = doctor("--seconds", "0.5", "--", sys.executable, "-c", training(pause=1.0))
+        assert done.returncode == 3
+        assert "in the 0.5 s for which it was watched" in done.stderr
+        assert "--seconds 2." in done.stderr
         assert is_a_sentence(done.stderr.strip())
 
     @pytest.mark.parametrize(

@@ -19,7 +19,15 @@ from hotset.policy.throughput import Fetch, Step
 from hotset.run.doctor.loop import LEAST_BATCHES, LoopSums, StepLength, step_alone
 from hotset.run.ledger import TRIAL, WATCHED
 
-__all__ = ["Decoder", "Observed", "decodes_any", "empty_loader", "read", "training_processes"]
+__all__ = [
+    "Decoder",
+    "Observed",
+    "decodes_any",
+    "empty_loader",
+    "read",
+    "takes_batches",
+    "training_processes",
+]
 
 
 class Decoder(NamedTuple):
@@ -159,6 +167,11 @@ def _environment(pid: int) -> bytes:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/environ").read_bytes()
     return b""
+
+
+def takes_batches(ledger: str) -> bool:
+    """Whether a process of the program has made a loader's iterator."""
+    return any(process["loops"] for process in _processes(ledger))
 
 
 def empty_loader(ledger: str) -> str:
