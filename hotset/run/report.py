@@ -136,7 +136,7 @@ def _advice(outcome: Outcome, called: Sequence[tuple[str, Mapping[str, Any]]]) -
     elif share is not None and hits >= calls // 2 and share > 0.2:
         sentences.append(
             "Most was decoded already, so what the loop waits for is other work on the samples: "
-            "hotset.cache(dataset) keeps the deterministic transforms as well."
+            "hotset.cache(dataset) keeps the transforms before the first random one as well."
         )
     return sentences[:2]
 
@@ -146,7 +146,7 @@ def _nothing_decoded(share: float | None) -> str:
     nothing = "Nothing was decoded by functions that hotset knows"
     if share is not None and share < _LITTLE:
         return f"{nothing}, and training hardly waited for data: a faster loader would change little."
-    named = f"{nothing}; name the function that reads your files with --memo module:function."
+    named = f"{nothing}; name the function that reads or decodes your files with --memo module:function."
     if share is None:
         return named
     return f"{named} If none does, `hotset doctor` says what hotset.cache(dataset) would give."
