@@ -445,7 +445,7 @@ def _made_here(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.is_inference() == torch.is_inference_mode_enabled():
         return tensor
-    return torch.empty(0, dtype=tensor.dtype).set_(
+    return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
         tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
     )
 

@@ -100,6 +100,13 @@ class TestDefaultDevice:
                 for number_, batch in enumerate(hotset.DataLoader(cached, batch_size=3, collate_fn=collate)):
                     assert [row.flatten()[0].item() for row in batch] == [*range(N)][3 * number_ :][:3]
 
+    def test_validation_in_inference_mode(self) -> None:
+        with hotset.cache(Samples(poster_and_label, N), memory="64MiB") as cached:
+            loader = hotset.DataLoader(cached, batch_size=8)
+            for _ in range(2):
+                with torch.inference_mode():
+                    assert all(posters.is_inference() for posters, _ in loader)
+
     def test_filling_a_window_and_a_shared_cache(self) -> None:
         with hotset.cache(Samples(image_and_label, N), memory="1MiB") as cached:
             cached.fill()
