@@ -878,7 +878,7 @@ def test_of_a_dataset_that_composes_samples_of_another_that_one_is_to_be_cached(
     vars(dataset).update(reversed(vars(dataset).items()))
     with pytest.raises(
         hotset.NotCacheable,
-        match=r"cache that one alone: dataset\.pictures = hotset\.cache\(dataset\.pictures,",
+        match=r"cache that dataset alone: dataset\.pictures = hotset\.cache\(dataset\.pictures,",
     ):
         hotset.cache(dataset, memory="1MiB")
     dataset.pictures = hotset.cache(dataset.pictures, memory="1MiB")

@@ -147,7 +147,7 @@ def _parts_first(dataset: Any) -> str:
     if name is None or kind is Subset:
         return "Move"
     return (
-        f"If it composes samples of the dataset in its attribute {name!r}, cache that one alone: "
+        f"If it composes samples that it takes by index from its {name!r}, cache that dataset alone: "
         f"dataset.{name} = hotset.cache(dataset.{name}, ...). Otherwise move"
     )
 
