@@ -45,7 +45,7 @@ class Trial:
     Attributes:
         outputs: its first output for each input.
         seconds: the typical time of a call.
-        doubts: a sentence for each sign that its outputs vary.
+        doubts: a sentence for each sign that its outputs vary; and one if it only draws.
     """
 
     outputs: list[Any]
@@ -86,7 +86,9 @@ def attempt(step: Callable[[Any], Any], inputs: Sequence[Any], seconds: float) -
     moved = dict.fromkeys((*first.moved, *again.moved))
     outputs = tuple(f"its output differs from call to call ({text})" for text in differs)
     changed = () if place is None else (f"it changes itself with each call (at {place or 'its own value'})",)
-    return Trial(first.samples, timed.seconds, (*moved, *outputs, *changed))
+    # Then it may draw a number that it does not use, as a resize to one size of one does: the user can tell.
+    alike = ("its outputs were alike",) if moved and not differs else ()
+    return Trial(first.samples, timed.seconds, (*moved, *outputs, *alike, *changed))
 
 
 def output_and_seconds(step: Callable[..., Any], value: Any) -> tuple[Any, float]:

@@ -140,6 +140,19 @@ def test_a_transform_that_draws_or_changes_itself_is_never_in_the_prefix(
         assert found.verdicts[1].kind == "random"
 
 
+def test_of_a_transform_that_draws_what_it_does_not_use_its_outputs_are_said_to_be_alike() -> None:
+    def one_size(value: int) -> int:
+        return value * random.choice([2])
+
+    def some_size(value: int) -> int:
+        return value * random.choice(range(2, 99))
+
+    said = [split([step], [3, 4]).verdicts[0] for step in (one_size, some_size)]
+    assert [verdict.kind for verdict in said] == ["random", "random"]
+    assert said[0].evidence == "random's global state moved; its outputs were alike"
+    assert "alike" not in said[1].evidence
+
+
 def test_unknown_and_well_behaved_is_accepted_as_probed_and_strict_leaves_it_live() -> None:
     found = split([double, in_place], SAMPLES)
     assert names(found.prefix) == ["double", "in_place"]
