@@ -335,8 +335,9 @@ class StreamPasses:
 _REASONS = {
     NO_ROOM: "no more fit; give more memory= or a spill=",
     DREW: (
-        "one drew random numbers as it was read, which a cache would repeat; move random transforms out of "
-        "the stream, to transform=[...]"
+        "one drew random numbers as it was read, or another thread did meanwhile, and a cache would repeat a "
+        "draw; move random transforms out of the stream, to transform=[...], or call fill() before other "
+        "threads draw"
     ),
     OTHER_KIND: "one is of a type that cannot be cached",
 }
