@@ -749,7 +749,7 @@ def _shard(state: dict[str, Any], number: int, epoch: int) -> list[int]:
 
 def test_a_data_set_is_told_the_epoch_and_asked_to_be_declared() -> None:
     told = Told()
-    with pytest.warns(hotset.HotsetWarning, match=r"deterministic\(Told\)") as warned:
+    with pytest.warns(hotset.HotsetWarning, match=r"deterministic\(dataset\)") as warned:
         cached = hotset.cache(told)
     assert warned[0].filename == __file__
     with cached, hotset.cache(cached) as twice:
