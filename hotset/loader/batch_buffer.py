@@ -18,7 +18,7 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from hotset.store.blocks import Blocks
 
-__all__ = ["BatchBuffer", "BlockCollate"]
+__all__ = ["BatchBuffer", "BlockCollate", "as_it_is"]
 
 _ALIGN = 64
 _STACKED_IN_ORDER = 3  # dimensions up to which torch.stack gives batches in C order
@@ -74,10 +74,9 @@ class BatchBuffer:
 
     def tensor(self, offset: int, size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """A part of a gathered batch: see :class:`hotset.store.gather.Memory`."""
-        count = size // dtype.itemsize
-        if not count:
+        if not size:
             return torch.empty(0, dtype=dtype, device="cpu")
-        return self._view(offset, dtype, (count,), count)
+        return torch.frombuffer(self.array, dtype=dtype, count=size // dtype.itemsize, offset=offset)
 
     def placed(self, done: torch.Tensor, offset: int) -> Any:
         """What the batch has in place of a finished column."""
@@ -200,11 +199,12 @@ class BlockCollate:
 
     def __call__(self, samples: Any) -> Any:
         array = self._blocks.array(self._needed) if self._needed else b""
-        buffer = BatchBuffer(array, len(array), _itself, _LARGE)
+        buffer = BatchBuffer(array, len(array), as_it_is, _LARGE)
         batch = buffer.collate(samples)
         self._needed = max(self._needed, buffer.needed)
         return batch
 
 
-def _itself(tensor: torch.Tensor, offset: int) -> torch.Tensor:
+def as_it_is(tensor: torch.Tensor, offset: int) -> torch.Tensor:
+    """What a batch that stays in its process has in place of a tensor in its block: that tensor."""
     return tensor

@@ -22,6 +22,7 @@ import torch
 
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.streams.cached_stream import CachedStream, passes_of
+from hotset.loader.batch_buffer import BatchBuffer, as_it_is
 from hotset.loader.collate import as_in_workers, bound
 from hotset.loader.index_route import Indices, Route, fetched
 from hotset.store.batch_layout import NotGathered
@@ -150,7 +151,7 @@ class LocalGather:
 
     def finish(self, copy: Copy, start: int = 0, stop: int | None = None) -> Any | None:
         """The batch, once the copy was run; None if the cache was cleared meanwhile."""
-        return self.gather.finish(copy, _keep, start, stop)
+        return self.gather.finish(copy, as_it_is, start, stop)
 
     def run_length(self, count: int, most: int) -> int:
         """How many batches of so many samples are worth gathering at once."""
@@ -158,19 +159,7 @@ class LocalGather:
         return 1 if self._pinned else min(_RUN_BYTES // max(self.size(count), 1), most)
 
     def _memory(self, size: int) -> Memory:
-        return _Pinned() if self._pinned else _Block(self._blocks.array(size))
-
-
-class _Block:
-    """Memory in a block; each tensor refers to it, and has a storage of its own."""
-
-    def __init__(self, array: Any) -> None:
-        self._array = array
-
-    def tensor(self, offset: int, size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        if size == 0:
-            return torch.empty(0, dtype=dtype, device="cpu")
-        return torch.frombuffer(self._array, dtype=dtype, count=size // dtype.itemsize, offset=offset)
+        return _Pinned() if self._pinned else BatchBuffer(self._blocks.array(size), size, as_it_is)
 
 
 class _Pinned:
@@ -178,7 +167,3 @@ class _Pinned:
 
     def tensor(self, offset: int, size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         return torch.empty(size // dtype.itemsize, dtype=dtype, device="cpu", pin_memory=True)
-
-
-def _keep(done: torch.Tensor, offset: int) -> torch.Tensor:
-    return done
