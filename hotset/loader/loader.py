@@ -554,14 +554,14 @@ class DataLoader(TorchDataLoader[T]):
     # ---- by workers ----------------------------------------------------------------------------------
 
     def _from_workers(self, route: Route, run: EpochProgress, batches: Any) -> Iterator[Any]:
-        if self._inner is None and _forks_beside_tokio(self.multiprocessing_context):
+        forks = self._inner is None and _start_method(self.multiprocessing_context) == "fork"
+        if forks and has_threads("tokio"):
             route.currents[0].warn(
                 "this process has threads of tokio, which libraries in Rust (obstore, for one) start as they "
                 "read first, and which a forked worker lacks: it would wait for them forever. Pass "
                 'multiprocessing_context="spawn" to the loader.',
                 "tokio",
             )
-        forks = self._inner is None and _start_method(self.multiprocessing_context) == "fork"
         if forks and may_draw(route, self.collate_fn):
             # Forked workers inherit what is found out here about code; else each would, in each epoch.
             self._live_generators()
@@ -616,11 +616,6 @@ def _with_stream_order(
 def _is_of_stream(state: dict[str, Any]) -> bool:
     """Whether a state is of a pass that ran a stream."""
     return bool(state["data"].get("samples") is None)
-
-
-def _forks_beside_tokio(context: Any) -> bool:
-    """Whether workers are forked, and this process has threads of tokio, which a fork does not copy."""
-    return _start_method(context) == "fork" and has_threads("tokio")
 
 
 def _start_method(context: Any) -> str:

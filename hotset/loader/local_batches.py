@@ -96,7 +96,7 @@ class LocalBatches:
         collate: Callable[[Any], Any],
         run: EpochProgress,
         *,
-        for_workers: bool = False,
+        for_workers: bool,
     ) -> None:
         self._order = order
         self._for_workers = for_workers
