@@ -153,7 +153,7 @@ class Allocator:
         given: list[tuple[int, int]] = []
         rows = self._take_rows(len(tails))
         for row, lines in zip(rows, tails, strict=False):
-            line = self._take_lines(lines) if lines else 0
+            line = self.take_lines(lines) if lines else 0
             if line < 0:
                 self._give_back(rows[len(given) :])
                 break
@@ -164,14 +164,15 @@ class Allocator:
         """End what :meth:`reserve` began. Here room is taken as soon as it is reserved."""
 
     def take_lines(self, count: int) -> int:
-        """Take a run of lines for a record whose row is fixed; returns its first line, or -1 without room."""
-        with self._participant.thread_lock:
-            return self._take_lines(count)
+        """Take a run of lines; returns its first line, or -1 without room. As :meth:`reserve` otherwise."""
+        first, taken = self._take(self._lines, count, count)
+        return first if taken else -1
 
     def place(self, row: int) -> bool:
         """Whether this row, which belongs to no extent, may be touched; False if there is no room.
 
-        For segments in which each sample has its own row; the caller has claimed the sample.
+        For segments in which each sample has its own row; the caller has claimed the sample, and keeps other
+        threads of this process out.
         """
         if not self._affords(self._geometry.stride):
             return False
@@ -189,14 +190,13 @@ class Allocator:
         """Whether the machine has this many bytes more to touch."""
         if self.is_full:
             return False
-        with self._participant.thread_lock:
-            if self._affordable < size:
-                free = self._free()
-                room = free.bytes - self._geometry.rows_at
-                if size > room:
-                    return self.refuse(self._no_memory(free))
-                self._affordable = max(size, min(room // 16, _LARGEST_EXTENT))
-            self._affordable -= size
+        if self._affordable < size:
+            free = self._free()
+            room = free.bytes - self._geometry.rows_at
+            if size > room:
+                return self.refuse(self._no_memory(free))
+            self._affordable = max(size, min(room // 16, _LARGEST_EXTENT))
+        self._affordable -= size
         return True
 
     def has_room(self) -> bool:
@@ -224,10 +224,6 @@ class Allocator:
                 break
             rows.extend(range(first, first + taken))
         return rows
-
-    def _take_lines(self, count: int) -> int:
-        first, taken = self._take(self._lines, count, count)
-        return first if taken else -1
 
     def _give_back(self, rows: list[int]) -> None:
         """Return the rows that were taken last; rows of an earlier extent are lost."""
