@@ -90,7 +90,7 @@ class HelperThread(Generic[T]):
             self._pid = 0
             self._jobs.put(None)
             if self._thread is None:
-                self._end()
+                _call(self._at_end)
 
     def finish(self) -> None:
         """Wait until the thread has ended after the jobs that it has; raises what the first of them raised.
@@ -130,11 +130,6 @@ class HelperThread(Generic[T]):
         if wanted:
             self._results.put(result)
 
-    def _end(self) -> None:
-        if self._at_end is not None:
-            with contextlib.suppress(BaseException):
-                self._at_end()
-
     def _start(self) -> None:
         # SimpleQueue.put may be called by a destructor that runs inside another put; Queue's may not.
         jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
@@ -151,9 +146,7 @@ class HelperThread(Generic[T]):
             torch.get_num_threads()
             started.set()
             _run_jobs(jobs, results)
-            if at_end is not None:
-                with contextlib.suppress(BaseException):
-                    at_end()
+            _call(at_end)
 
         thread = threading.Thread(target=run, name=self._name, daemon=True)
         self._thread: threading.Thread | None = thread
@@ -183,3 +176,9 @@ def _run_jobs(jobs: queue.SimpleQueue[_Job], results: queue.SimpleQueue[Any]) ->
             results.put(result)
         # Kept until the next job comes, they would keep a batch's block in use, and a traceback this frame.
         del taken, job, result
+
+
+def _call(at_end: Callable[[], object] | None) -> None:
+    if at_end is not None:
+        with contextlib.suppress(BaseException):
+            at_end()
