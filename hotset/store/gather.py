@@ -220,7 +220,6 @@ class Gather:
         self._schema: Schema = store.schema
         self._variable = variable
         self._collate = collate
-        self._compared = False
         self._tree = BatchTree(self._schema, variable=variable is not None)
         self._views = self._tree.views(store.rows)
 
@@ -384,13 +383,11 @@ class Gather:
     # ---- comparing with collate ------------------------------------------------------------------------
 
     def compare(self, sample: int) -> None:
-        """Make a batch of one present sample both ways and compare the two, once.
+        """Make a batch of one present sample both ways and compare the two.
 
         Raises:
             NotGathered: the two ways differ in types, dtypes, shapes or values.
         """
-        if self._compared:
-            return
         ids = np.array([sample, sample])
         samples = self.store.read(ids)
         if samples is None:
@@ -408,7 +405,6 @@ class Gather:
             return
         if not _alike(gathered, wanted):
             raise NotGathered("its collate function makes other batches")
-        self._compared = True
 
 
 class _Found(NamedTuple):
