@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.streams.cached_stream import CachedStream, passes_of
 from hotset.loader.batch_buffer import BatchBuffer, as_it_is
 from hotset.loader.collate import as_in_workers, bound
@@ -30,6 +29,7 @@ from hotset.store.blocks import Blocks
 from hotset.store.claims import Ids
 from hotset.store.gather import Copy, Gather, Memory
 from hotset.store.record_batch import RecordBatch
+from hotset.store.store import Store
 from hotset.store.torch_threads import one_thread
 
 __all__ = ["BatchBuilder", "LocalGather", "make_gather"]
@@ -40,16 +40,14 @@ _SMALL = 2048  # bytes of a record
 
 
 def make_gather(
-    single: SampleAccess, collate_fn: Callable[[list[Any]], Any], sample: int, *, for_workers: bool
+    store: Store, collate_fn: Callable[[list[Any]], Any], sample: int, *, for_workers: bool
 ) -> Gather | None:
-    """The gather for this cache and collate function, checked on one sample; None if it cannot be made.
+    """The gather for this store and collate function, checked on one sample; None if it cannot be made.
 
     Args:
+        store: of a cache with nothing live.
         for_workers: whether batches are to be as workers would make them.
     """
-    store = single.store
-    if store is None or single.source.live:
-        return None
     collate_samples, variable = bound(collate_fn, store.schema)
     if for_workers:
         collate_samples = as_in_workers(collate_samples)

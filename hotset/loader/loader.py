@@ -518,7 +518,7 @@ class DataLoader(TorchDataLoader[T]):
             if not len(cached_ids):  # nothing was read so far
                 return None
             for_workers = self.num_workers > 0
-            gather = make_gather(single, self.collate_fn, int(cached_ids[0]), for_workers=for_workers)
+            gather = make_gather(store, self.collate_fn, int(cached_ids[0]), for_workers=for_workers)
             pinned = self.pin_memory and torch.accelerator.is_available()
             size = single.plan.sample_bytes
             local = LocalGather(gather, size, pinned=pinned) if gather is not None else None

@@ -328,7 +328,7 @@ class _InWorker:
             cached_ids = store.in_common_form(ids)
             if not len(cached_ids):
                 return None
-            self._gather = make_gather(single, self.collate_fn, int(cached_ids[0]), for_workers=True)
+            self._gather = make_gather(store, self.collate_fn, int(cached_ids[0]), for_workers=True)
             self._not_gathered = self._gather is None
         return self._gather.prepare(ids, buffer.whole, records) if self._gather is not None else None
 
