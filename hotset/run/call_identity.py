@@ -1,6 +1,6 @@
 """What makes two calls of a library's function the same: the file that they read, and their arguments.
 
-A call's identity is its file (:mod:`hotset.memo` looks at its size, time of change and inode), the other
+A call's identity is its file (:func:`hotset.memo` looks at its size, time of change and inode), the other
 arguments with their defaults, and the versions of the libraries that decode. A call whose identity is not
 certain is left alone: :class:`LeftAlone` says why.
 """
@@ -28,6 +28,7 @@ __all__ = [
     "by_signature",
     "check_age",
     "cv2_imread",
+    "file_facts",
     "file_identity",
     "hdf5_slice",
     "nibabel_proxy",
@@ -99,12 +100,13 @@ def opened_file(path: Any, descriptor: int) -> File:
         LeftAlone: it is not a regular file, or the path leads to another one by now.
     """
     file = file_identity(path)
-    if _facts(os.fstat(descriptor)) != _facts(file.status):
+    if file_facts(os.fstat(descriptor)) != file_facts(file.status):
         raise LeftAlone("the file has changed since it was opened")
     return file
 
 
-def _facts(status: os.stat_result) -> tuple[int, ...]:
+def file_facts(status: os.stat_result) -> tuple[int, ...]:
+    """What tells a file, as it is, from other files and from what it was or will be."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 

@@ -29,14 +29,13 @@ from __future__ import annotations
 import copy
 import io
 import os
-import stat
 import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from hotset.run.call_identity import LeftAlone, opened_file
+from hotset.run.call_identity import LeftAlone, file_facts, opened_file
 from hotset.run.import_hook import Hook
 from hotset.run.kept import Kept, NotKept
 from hotset.run.ledger import left_alone
@@ -195,13 +194,7 @@ def _file_of(image: Any) -> tuple[str, tuple[int, ...]]:
     if not isinstance(file.name, str):
         raise LeftAlone("the file was opened without a path")
     opened = opened_file(file.name, file.fileno())
-    return opened.path, _status(opened.status)
-
-
-def _status(status: os.stat_result) -> tuple[int, ...]:
-    if not stat.S_ISREG(status.st_mode):
-        raise LeftAlone("the path is not that of a regular file")
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    return opened.path, file_facts(opened.status)
 
 
 class _Decoder:
@@ -227,7 +220,7 @@ class _Decoder:
         try:
             if tuple(extents or ()) == (0, 0, *core.size) and core.mode == self._call[0]:
                 self._fill(core, extents)
-        except (NotKept, LeftAlone):
+        except NotKept:
             left_alone(NAME, "the file is damaged, or changed meanwhile")
         except Exception as error:  # the memo's own: the program must not know
             left_alone(NAME, f"{type(error).__name__}: {error}")
@@ -276,7 +269,7 @@ class _Decoder:
         return Unfilled((pixels, end), pixels, lambda: self._strips(core))
 
     def _check(self, file: Any) -> None:
-        if _status(os.fstat(file.fileno())) != self._source.status:
+        if file_facts(os.fstat(file.fileno())) != self._source.status:
             raise NotKept
 
     def _strips(self, core: Any) -> Iterator[bytes]:
