@@ -476,7 +476,7 @@ def _batches_in_flight() -> int:
 
 
 def _worker() -> WorkerInfo | None:
-    """The loader's worker that this process is; None if it is none."""
+    """The loader's worker that this process is; None in any other process."""
     from torch.utils.data import get_worker_info
 
     return get_worker_info()

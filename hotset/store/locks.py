@@ -173,8 +173,8 @@ def reopen(fd: int) -> int:
 def can_reopen() -> bool:
     """Whether ``/proc`` is mounted: without it no process has its own locks, or reaches another's memory.
 
-    One that shows the processes of another namespace (``unshare --pid`` without ``--mount-proc``) is none:
-    what it has under the number of a process here is somebody else's.
+    One that shows the processes of another namespace (``unshare --pid`` without ``--mount-proc``) does not
+    count: what it has under the number of a process here is somebody else's.
     """
     try:
         return os.readlink("/proc/self") == str(os.getpid())

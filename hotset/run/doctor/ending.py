@@ -1,10 +1,10 @@
 """Ends a program as Ctrl-C would, and each process of it that trains, wherever the program has put it.
 
-SIGINT goes to the program's group of processes, as from a terminal. Who trains may be in a session of its
-own (``setsid``, some launchers): it gets the same signal if the program's first process has ended without
-it. Other processes that the program leaves, such as a server, are left. If that does not end in time, the
-first process and those that train get SIGTERM, as from ``kill``: not their workers, whose death would look
-like a failure to them. Then all get SIGKILL. A process that ignores a signal, as all that a shell script
+SIGINT goes to the program's group of processes, as from a terminal. A process that trains may be in a session
+of its own (``setsid``, some launchers): it gets the same signal if the program's first process has ended
+without it. Other processes that the program leaves, such as a server, are left. If that does not end in time,
+the first process and those that train get SIGTERM, as from ``kill``: not their workers, whose death would
+look like a failure to them. Then all get SIGKILL. A process that ignores a signal, as all that a shell script
 starts in the background do with SIGINT, is not waited for: the next signal follows at once.
 """
 

@@ -250,7 +250,7 @@ class NumpyLeaf(ArrayLeaf):
         return value
 
     def _carriers(self, values: Sequence[Any]) -> Sequence[Carrier] | None:
-        # A subclass of an array is none.
+        # An object of a subclass is not an array of numpy's own.
         alike = all(type(value) is np.ndarray and self._has_flags(value) for value in values)
         return values if alike else None
 
