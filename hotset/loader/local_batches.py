@@ -24,7 +24,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -47,14 +47,6 @@ _LOOKS = 8  # batches of a cold cache after which a gather is looked for
 _LONGEST_RUN_OF_A_DISK = 256
 
 
-class _One(NamedTuple):
-    """A batch (None if it must be collated), its sample ids, and whether others follow."""
-
-    batch: Any
-    ids: Ids
-    more: bool
-
-
 class _Several:
     """Batches that were gathered together, to be handed over one by one."""
 
@@ -69,10 +61,11 @@ class _Several:
         """How many batches are still to be handed over."""
         return len(self._left)
 
-    def next(self) -> _One:
+    def next(self) -> tuple[Any, Ids]:
+        """A batch (None if it must be collated), and its sample ids."""
         ids = self._left.popleft()
         start, self._start = self._start, self._start + len(ids)
-        return _One(self._gather.finish(self._copy, start, self._start), ids, bool(self._left))
+        return self._gather.finish(self._copy, start, self._start), ids
 
 
 class LocalBatches:
@@ -237,11 +230,11 @@ class LocalBatches:
     def _make(self, indices: Any) -> Any:
         """The batch of these indices."""
         if self._several is not None:
-            made = self._several.next()
-            self._several = self._several if made.more else None
-            same = len(made.ids) == samples_in(indices)
-            if same and made.batch is not None and self._may_be_served(made.ids):
-                return made.batch
+            batch, ids = self._several.next()
+            if not self._several.left:
+                self._several = None
+            if len(ids) == samples_in(indices) and batch is not None and self._may_be_served(ids):
+                return batch
             # The store was cleared, or the program has set another batch size: what was gathered with this
             # batch must not be used either.
             self._several = None
@@ -298,7 +291,7 @@ class LocalBatches:
         if len(run) == 1:
             return gather.finish(copy)
         self._several = _Several(gather, copy, run)
-        return self._several.next().batch
+        return self._several.next()[0]
 
     def _known(self, count: int) -> list[Ids]:
         """The sample ids of the next batches, as far as they are known without a draw."""
