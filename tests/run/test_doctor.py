@@ -1142,7 +1142,7 @@ def test_rates_are_of_whole_epochs_with_what_workers_take_to_start(
             take(observer, iterator)
         end(observer, iterator)
         del iterator
-    observer.write()
+    observer.stop()
     seen_here = read(str(tmp_path))
     assert seen_here is not None
     settings = settings_of(rows)._replace(workers=1, worker_init_fn=plain.worker_init_fn)
@@ -1203,7 +1203,7 @@ def test_the_clocks_rest_where_batches_come_fast_and_all_of_them_are_counted(
         for _ in range(300):
             take(observer, iterator)
         end(observer, iterator)
-    observer.write()
+    observer.stop()
     found = read(str(tmp_path))
     assert found is not None
     (written,) = tmp_path.glob("watch-*.json")
@@ -1226,7 +1226,7 @@ def test_samples_are_counted_while_the_clocks_of_fetches_rest(
     for _ in range(1_000):
         take(observer, iterator)
     end(observer, iterator)
-    observer.write()
+    observer.stop()
     (written,) = tmp_path.glob("watch-*.json")
     (loop,) = json.loads(written.read_text())["loops"]
     assert loop["fetching"]["batches"] == 999  # without the first
@@ -1244,7 +1244,7 @@ def test_workers_that_were_stopped_for_a_step_go_on_before_the_clocks_rest(
         end(observer, iterator)
         for worker in iterator._workers:
             os.kill(worker.pid, signal.SIGCONT)
-    observer.write()
+    observer.stop()
     (written,) = tmp_path.glob(f"watch-{os.getpid()}.json")
     (loop,) = json.loads(written.read_text())["loops"]
     assert loop["alone"]
@@ -1285,7 +1285,7 @@ def test_a_step_is_measured_without_the_batch_that_it_drops(
         batch = take(observer, iterator)  # the step: it drops the batch before
     del batch
     end(observer, iterator)
-    observer.write()
+    observer.stop()
     found = read(str(tmp_path))
     assert found is not None
     assert not found.step_drops
@@ -1306,7 +1306,7 @@ def test_a_batch_is_kept_for_the_next_step_even_if_the_clocks_would_rest(
         batch = take(observer, iterator)
     del batch
     end(observer, iterator)
-    observer.write()
+    observer.stop()
     (written,) = tmp_path.glob("watch-*.json")
     (loop,) = json.loads(written.read_text())["loops"]
     lengths = [seconds for seconds, *_ in loop["alone"]]
@@ -1327,7 +1327,7 @@ def test_what_the_watching_writes_is_no_part_of_a_step(
         for _ in range(8):
             take(observer, iterator)
     end(observer, iterator)
-    observer.write()
+    observer.stop()
     found = read(str(tmp_path))
     assert found is not None
     assert found.step_beside < 5e-3
@@ -1369,7 +1369,7 @@ def test_steps_are_timed_on_the_gpu_by_events_that_nothing_waits_for(
         Event.now += 0.5
         Event.done = Event.now if step >= 6 else 0.0  # nothing of it was known before
     end(observer, iterator)
-    observer.write()
+    observer.stop()
     found = read(str(tmp_path))
     assert found is not None
     assert found.gpu == pytest.approx(0.5)
@@ -1387,7 +1387,7 @@ def test_steps_that_the_gpu_ends_after_the_last_batch_count(
         take(observer, iterator)
         Event.now += 0.5
     Event.done = Event.now
-    observer.write()
+    observer.stop()
     found = read(str(tmp_path))
     assert found is not None
     assert found.gpu == pytest.approx(0.5)
@@ -1407,8 +1407,8 @@ def test_a_gpu_that_has_failed_is_asked_no_more(
     iterator = iter(torch.utils.data.DataLoader(torch.arange(40), batch_size=4))
     for _ in range(10):
         take(observer, iterator)
-    observer.write()
+    assert not observer.is_off
+    observer.stop()
     found = read(str(tmp_path))
     assert found is not None
     assert found.gpu is None
-    assert not observer.is_off

@@ -242,7 +242,7 @@ class Loop:
         """So long took watching, where the loop asked for a batch or got one."""
         self._clocks_rest.spent(seconds)
 
-    def asked(self, iterator: Any, made: float | None = None) -> None:
+    def asked(self, iterator: Any, made: float | None) -> None:
         """The loop asks for a batch.
 
         Args:

@@ -124,10 +124,6 @@ class Watch:
             self._process = _Process(self._options, self.stop)
         return self._process
 
-    def write(self) -> None:
-        """Write what this process has seen so far."""
-        self._here().write()
-
     def stop(self) -> bool:
         """Watch no more, and write what was seen; whether it was watched until now."""
         if self.is_off:
