@@ -539,7 +539,7 @@ class Calls:
     def check(self) -> list[str]:
         """Verify the store of this function's results: a list of problems, empty if all is well."""
         state = self._state or self._attached()
-        return [] if state is None else state.store.check()
+        return [] if state is None or state.store.invalidated else state.store.check()
 
     def clear(self) -> None:
         """Forget the results of this function, in all processes."""

@@ -72,22 +72,35 @@ class MemoStore:
 
     Attributes:
         computing: for each sample id that this process is computing, the thread that does.
+        ended: whether its session was destroyed, which the user was then told.
     """
 
     def __init__(self, memory: int | str, spill: str | None, session: str | int | None) -> None:
         self._users = 0
         self._key = session
         self.computing: dict[int, int] = {}
+        self.ended = False
         self._process = os.getpid()
         shared = _find_or_make(memory, spill, session)
         self._attachment = Attachment(shared.value, shared.handle, "results of functions")
 
     def store(self) -> KeyedStore | None:
-        """The store; None if there can be none, and after the last user has left."""
+        """The store; None if there can be none, after its session was destroyed or the last user has left."""
         if self._process != os.getpid():  # what other threads of the parent compute, none computes here
             self._process, self.computing = os.getpid(), {}
         store = self._attachment.store()
-        return store if isinstance(store, KeyedStore) else None
+        if not isinstance(store, KeyedStore):
+            return None
+        if not store.invalidated:
+            return store
+        if not self.ended:
+            self.ended = True
+            warn(
+                f"session {self._key!r}, which keeps results of functions, was destroyed, so they are "
+                "computed at each call from now on; create another with `hotset session create`, and memoise "
+                "them again."
+            )
+        return None
 
     def raise_budget(self, memory: int | str) -> None:
         """Raise the budget to what another function asks for."""
@@ -130,7 +143,7 @@ def open_store(memory: int | str, spill: str | None, session: str | int | None) 
     """
     with _opening:
         known = _open.get(session)
-        if known is None:
+        if known is None or known.ended:
             known = _open[session] = MemoStore(memory, spill, session)
         else:
             known.raise_budget(memory)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import is_a_sentence
+from helpers import is_a_sentence, recorded
 from kills import child, ended, lingering
 from samples import constant_row, mapping
 from session_places import MIB, N, read_all, spilled
@@ -116,6 +116,23 @@ def test_a_session_can_be_given_where_its_name_can() -> None:
     sessions.destroy("a")
     with pytest.raises(SessionError, match="no session 'a'"):
         sessions.destroy("a")
+
+
+def test_a_function_that_is_memoised_in_a_session_is_computed_once_that_is_destroyed() -> None:
+    with contextlib.ExitStack() as memos:
+        for _ in range(2):
+            sessions.create("a", memory=MIB)
+            kept = memos.enter_context(hotset.memo(divmod, session="a"))
+            assert [kept(7, 2) for _ in range(3)] == [(3, 1)] * 3
+            assert kept.stats().computed == 1
+            sessions.destroy("a")
+            assert kept.check() == []
+            with recorded() as caught:
+                assert [kept(7, 2) for _ in range(3)] == [(3, 1)] * 3
+                assert kept(9, 2) == (4, 1)
+            (warning,) = caught
+            assert "session 'a', which keeps results of functions, was destroyed" in str(warning.message)
+            assert is_a_sentence(str(warning.message))
 
 
 def test_of_eight_processes_that_create_one_name_one_does(runtime: Path) -> None:
