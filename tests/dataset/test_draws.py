@@ -783,3 +783,38 @@ def test_the_declaration_that_is_advised_is_of_this_dataset_and_not_of_others_of
         assert cached.stats().hits
     with pytest.raises(hotset.NotCacheable, match="returns another sample each time"):
         hotset.cache(train, memory="1MiB")
+
+
+class AsksForTheWorker(Samples):
+    """Opens a file in each worker, say; ``tells``: and puts the worker's number into its samples."""
+
+    def __init__(self, tells: bool) -> None:
+        super().__init__(constant_row, LENGTH)
+        self.tells = tells
+        self.opened: int | None = None
+
+    def __getitem__(self, index: int) -> Any:
+        worker = get_worker_info()
+        if self.opened is None:
+            self.opened = -1 if worker is None else worker.id
+        return super().__getitem__(index) + (self.opened if self.tells else 0)
+
+
+def test_a_dataset_whose_samples_depend_on_the_worker_is_refused() -> None:
+    source = AsksForTheWorker(tells=True)
+    with pytest.raises(hotset.NotCacheable, match="another sample in a loader's worker"):
+        hotset.cache(source, memory="64MiB")
+    assert (source.opened, get_worker_info()) == (None, None)
+    declared = hotset.deterministic(AsksForTheWorker(tells=True))
+    with hotset.cache(declared, memory="64MiB") as cached:
+        assert cached[3] is not None
+
+
+def test_a_dataset_that_only_asks_for_the_worker_is_cached() -> None:
+    source = AsksForTheWorker(tells=False)
+    with hotset.cache(source, memory="64MiB") as cached:
+        assert source.opened is None
+        for _ in range(2):
+            batches = list(hotset.DataLoader(cached, batch_size=8, num_workers=2))
+            equal_batches(batches, list(DataLoader(Samples(constant_row, LENGTH), batch_size=8)))
+        assert cached.stats().cached == LENGTH

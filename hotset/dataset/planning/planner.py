@@ -33,7 +33,11 @@ from hotset.dataset.planning.cut_search import CutChoice, choose
 from hotset.dataset.planning.lost_threads import has_threads, polars_was_begun
 from hotset.dataset.planning.memory_budget import held_by_others, memory_limit, window_sizes
 from hotset.dataset.planning.remedies import file_bytes, remedies
-from hotset.dataset.planning.source_judgement import judge_source, refuse_if_in_order
+from hotset.dataset.planning.source_judgement import (
+    judge_source,
+    refuse_if_in_order,
+    refuse_if_of_worker,
+)
 from hotset.dataset.planning.stream_plan import plan_of_stream
 from hotset.dataset.source_reader import seconds_in_groups, spread
 from hotset.dataset.streams.source import StreamSource
@@ -169,6 +173,8 @@ def make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) -> 
         read = one_thread(lambda: _read(pipeline, options, limit - held))
     finally:
         unread.put_back()
+    if read.schema is not None and not isinstance(dataset, StreamSource):
+        refuse_if_of_worker(dataset, read.source, read.probed, unread.put_back)
     found = identity.fingerprint(pipeline, read.choice.cuts, read.source)
     if found.unknowns and session is not None:
         raise NotShared(unshareable(found.unknowns))

@@ -10,6 +10,7 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 from hotset._interrupts import own_errors
 from hotset.dataset.format_transform import columns_with_gaps, format_of
 from hotset.dataset.pipeline import Source
+from hotset.dataset.streams.source import as_worker
 from hotset.dataset.transform_attributes import transform_attributes_of
 from hotset.dataset.wrapped_datasets import datasets_in
 from hotset.determinism.declare import declared
@@ -22,7 +23,7 @@ from hotset.determinism.objects.reading_names import reading_code
 from hotset.determinism.objects.safe_access import attributes_of, is_a
 from hotset.errors import NotCacheable
 
-__all__ = ["DECODED_ALONE", "judge_source", "refuse_if_in_order"]
+__all__ = ["DECODED_ALONE", "judge_source", "refuse_if_in_order", "refuse_if_of_worker"]
 
 # What helps where no part of the samples can be cached.
 DECODED_ALONE = (
@@ -91,6 +92,47 @@ def refuse_if_in_order(dataset: Any, probed: Probe, moved: Sequence[str]) -> Non
     ) from error
 
 
+def refuse_if_of_worker(dataset: Any, source: Source, probed: Probe, forget: Callable[[], None]) -> None:
+    """Refuse a dataset of which a sample is another where its reading is told that this process is a worker.
+
+    The first and the last sample are compared, if the code that reads samples asks for the worker at all.
+
+    Args:
+        dataset: the user's dataset.
+        source: the same, with its cached transforms.
+        probed: what a probe of the source saw.
+        forget: puts back what reading has set.
+
+    Raises:
+        NotCacheable: says how a sample differs.
+    """
+    if declared(dataset) == "deterministic" or "get_worker_info" not in _names_in_reading(dataset):
+        return
+    with Generators((dataset,)) as generators:
+
+        def read(index: int, worker: int, workers: int) -> Any:
+            try:
+                with as_worker(worker, workers, source.dataset):
+                    return source.read(index)
+            finally:
+                forget()
+                generators.restore()
+
+        for index in sorted({0, len(dataset) - 1} - set(probed.drawing)):
+            try:
+                found = differs(read(index, 0, 1), read(index, 1, 2))
+            except own_errors():  # a sample that cannot be read may never be asked for
+                continue
+            if found:
+                raise NotCacheable(
+                    f"{type(dataset).__name__} returns another sample in a loader's worker than in the main "
+                    f"process (sample {index}: {found}; its code names get_worker_info), and a cache serves "
+                    "all processes. Let a sample depend on its index alone, and move what depends on the "
+                    "worker to transform=[...]; or, if the differences do not matter, declare it: "
+                    "hotset.deterministic(dataset)."
+                )
+
+
 def _judge(dataset: Any, source: Source, probed: Probe) -> tuple[list[str], bool]:
     kind = type(dataset).__name__
     seen = (*probed.moved, *probed.differs[:2])  # one sample that differs is enough
@@ -154,10 +196,15 @@ def _parts_first(dataset: Any) -> str:
 
 def _seeds_in_workers(dataset: Any) -> bool:
     """Whether the code that reads samples, without the chains, asks for the worker and sets a seed."""
+    names = _names_in_reading(dataset)
+    return "get_worker_info" in names and not names.isdisjoint(_SEEDS)
+
+
+def _names_in_reading(dataset: Any) -> frozenset[str]:
+    """The names in the code that reads samples, without the chains."""
     chains = {attribute.name for attribute in transform_attributes_of(dataset)}
     functions = [one for each in datasets_in(dataset) for one in reading_code(each, chains).functions]
-    names = frozenset[str]().union(*(names_in(one.__code__) for one in functions))
-    return "get_worker_info" in names and not names.isdisjoint(_SEEDS)
+    return frozenset[str]().union(*(names_in(one.__code__) for one in functions))
 
 
 def _changes_in_place(dataset: Any, indices: Sequence[int]) -> bool:

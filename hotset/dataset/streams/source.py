@@ -26,7 +26,7 @@ from hotset.dataset.streams.probe import PLANNED, StreamProbe, probe_stream
 from hotset.determinism.declare import declared
 from hotset.errors import ArgumentError, NotCacheable
 
-__all__ = ["StreamSource", "is_stream"]
+__all__ = ["StreamSource", "as_worker", "is_stream"]
 
 
 def is_stream(dataset: object) -> bool:
@@ -129,7 +129,7 @@ class StreamSource(Dataset[Any]):
         samples, at = self._hotset_runs.pop(part, (iter(()), position + 1))
         if at > position:
             samples, at = run(self._hotset_stream), 0
-        with _as_worker(worker, self._hotset_workers, self._hotset_stream):
+        with as_worker(worker, self._hotset_workers, self._hotset_stream):
             for found in samples:
                 at += 1
                 if at > position:
@@ -145,8 +145,14 @@ class StreamSource(Dataset[Any]):
 
 
 @contextlib.contextmanager
-def _as_worker(worker: int, workers: int, dataset: Any) -> Iterator[None]:
-    """Have ``get_worker_info()`` say that this process is this worker of a loader; with 1 worker, of none."""
+def as_worker(worker: int, workers: int, dataset: Any) -> Iterator[None]:
+    """Have ``get_worker_info()`` say that this process is this worker of a loader; with 1 worker, of none.
+
+    Example:
+        >>> with as_worker(1, 2, [10, 20]):
+        ...     torch.utils.data.get_worker_info().id
+        1
+    """
     before = torch_worker._worker_info
     if workers > 1:
         seed = torch.initial_seed()
