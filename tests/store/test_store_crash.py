@@ -116,7 +116,7 @@ POINTS: dict[str, Callable[[], None]] = {
     "after the claim": _after(Claims, "take"),
     "after memory was reserved for an extent": _after(Segment, "reserve"),
     "after the row was taken": _after(Allocator, "_take_rows"),
-    "after the lines were taken": _after(Allocator, "_take_lines"),
+    "after the lines were taken": _after(Allocator, "take_lines"),
     "midway through the write": _midway_through_the_write,
     "after the write, before the record's header": _after(Schema, "write"),
     "after the record's header, before it is in the file": _after(Records, "_lay_out"),
