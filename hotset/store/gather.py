@@ -328,7 +328,8 @@ class Gather:
         columns = []
         for number, (column, (out, offset)) in enumerate(zip(tree.columns, copy.columns, strict=True)):
             if whole:
-                done = _made_here(out).view(column.dtype).view(column.batched(count))
+                # In inference mode an inference tensor, whatever the mode was as the batch was prepared.
+                done = out.view(column.dtype).view(column.batched(count))
             else:
                 offset += start * column.width
                 done = copy.block.tensor(offset, count * column.width, column.dtype)
@@ -351,7 +352,6 @@ class Gather:
             first = int(tails.starts[start])
             end = tails.total if stop == copy.count else int(tails.starts[stop])
             lines = copy.block.tensor(copy.lines_at + first * fmt.LINE, (end - first) * fmt.LINE)
-        lines = _made_here(lines)
         starts = (tails.starts[start:stop] - first) * fmt.LINE
         found: list[Any] = []
         for place in schema.variable:
@@ -432,18 +432,6 @@ class _Found(NamedTuple):
 
 # What becomes of a variable array's ragged batch: itself, or a padded tensor.
 Variable = Callable[[Ragged], Any]
-
-
-def _made_here(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor over the same memory that is an inference tensor in inference mode alone.
-
-    The consumer may have left that mode, or entered it, since the batch was prepared.
-    """
-    if tensor.is_inference() == torch.is_inference_mode_enabled():
-        return tensor
-    return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
-        tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
-    )
 
 
 def _positions(placed: Any) -> Any:
