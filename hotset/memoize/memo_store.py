@@ -143,10 +143,10 @@ def open_store(memory: int | str, spill: str | None, session: str | int | None) 
     """
     with _opening:
         known = _open.get(session)
+        if known is not None:
+            known.raise_budget(memory)  # which notices that its session was destroyed
         if known is None or known.ended:
             known = _open[session] = MemoStore(memory, spill, session)
-        else:
-            known.raise_budget(memory)
         return known.enter()
 
 

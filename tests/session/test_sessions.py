@@ -135,6 +135,21 @@ def test_a_function_that_is_memoised_in_a_session_is_computed_once_that_is_destr
             assert is_a_sentence(str(warning.message))
 
 
+def test_a_function_that_is_memoised_in_a_session_anew_is_kept_though_another_has_not_been_called_since() -> (
+    None
+):
+    sessions.create("a", memory=MIB)
+    with hotset.memo(divmod, session="a") as old:
+        assert old(7, 2) == (3, 1)
+        sessions.destroy("a")
+        sessions.create("a", memory=MIB)
+        with recorded() as caught, hotset.memo(divmod, session="a") as kept:
+            assert [kept(7, 2) for _ in range(3)] == [(3, 1)] * 3
+            assert kept.stats().computed == 1
+        assert "session 'a'" in str(caught[0].message)
+    sessions.destroy("a")
+
+
 def test_of_eight_processes_that_create_one_name_one_does(runtime: Path) -> None:
     def create() -> None:
         with contextlib.suppress(SessionError):
