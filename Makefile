@@ -4,6 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := tests/constraints/pinned.txt
 
+# Bytecode is written in any case: hundreds of processes that tests and benchmarks start would compile all, which
+# takes three times as long as to import what is compiled, as users have it.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: demo test docs matrix check bench compatibility trainers gpu stress chaos clean
 
 # pip comes first: that of Python 3.11 takes twice as long to choose versions. What builds hotset comes with it:
@@ -27,8 +31,6 @@ demo: $(VENV)/.installed
 
 # Four at once, on two cores too: the tests wait for processes most of the time. The tests of other
 # libraries run on their own: a process that has imported them takes three times as long to fork.
-# Bytecode is written in any case: each worker, and hundreds of processes that tests start, would compile all.
-test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder --ignore tests/integrations \
 		--junitxml $(VENV)/tests.xml

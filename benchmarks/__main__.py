@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import compileall
 import sys
 import time
 import traceback
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+import hotset
 from benchmarks.machine import describe
 from benchmarks.report import Report
 from benchmarks.settings import Settings
@@ -28,6 +30,8 @@ def main(words: list[str] | None = None) -> int:
         parser.error(f"there is no benchmark {unknown[0]!r}; the names are {', '.join(BENCHMARKS)}.")
     settings = Settings(arguments.out, arguments.peer_python, arguments.quick)
     settings.out.mkdir(parents=True, exist_ok=True)
+    # As where a user has installed it; with PYTHONDONTWRITEBYTECODE, each process would compile it.
+    compileall.compile_dir(Path(hotset.__file__).parent, quiet=2)
     # One thread for everyone who gathers in this process: see the package's first page.
     torch.set_num_threads(1)
     console = Console()
