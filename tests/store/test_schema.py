@@ -672,9 +672,9 @@ class Graph(Row):
 
 def test_a_class_that_is_known_by_its_methods_is_told_what_to_do() -> None:
     with pytest.raises(SchemaMismatch, match=r"; hotset.register_codec .* or return its to_dict\(\)$"):
-        Schema.infer([_set(Row(), view=len)], keep_order=True)
+        Schema.infer([_set(Row(), view=iter("x"))], keep_order=True)
     with pytest.raises(SchemaMismatch, match=r"register_codec\(Graph, Graph.to_dict, Graph.from_dict\)"):
-        Schema.infer([_set(Graph(), view=len)], keep_order=True)
+        Schema.infer([_set(Graph(), view=iter("x"))], keep_order=True)
 
 
 UNCACHEABLE: list[tuple[Any, str]] = [
@@ -694,8 +694,9 @@ UNCACHEABLE: list[tuple[Any, str]] = [
     (datetime.datetime(2026, 1, 1, tzinfo=Sundial()), "the sample: a time in"),
     (memoryview(b"x"), "the sample: an object of builtins.memoryview"),
     (_set(np.ma.MaskedArray([1, 2], mask=[0, 1]), units="m"), "the sample: a masked array that is more than"),
-    (len, "the sample: an object of builtins.builtin_function_or_method"),
-    (samples.Record, "the sample: an object of builtins.type"),
+    (lambda: 1, "the sample: an object of builtins.function; hotset.register_codec makes it cacheable"),
+    ([[].append], "[0]: an object of builtins.builtin_function_or_method"),
+    (type("Record", (), {}), "the sample: an object of builtins.type"),
     *(
         (each, f"the sample: an object of test_schema.{type(each).__name__}; hotset.register_codec makes")
         for each in (Once(3), Freed(), Missing(), Countdown())
@@ -980,6 +981,20 @@ def test_a_type_of_another_kind_is_refused() -> None:
     refused({"leaf": "enum", "type": "samples:Pair"})
 
 
+@pytest.mark.parametrize(
+    "name", ["nowhere:f", "samples:_CYCLE", "samples:NUMBERS", "sys:modules", "os:path", "os:", "", "samples"]
+)
+def test_a_name_of_anything_but_a_function_class_or_dtype_is_refused(name: str) -> None:
+    Schema.from_json({"leaf": "named", "name": "samples:image_and_label"})
+    Schema.from_json({"leaf": "named", "name": "torch:float32"})
+    refused({"leaf": "named", "name": name})
+
+
+def test_a_name_that_leads_to_another_object_than_its_own_is_refused() -> None:
+    refused({"leaf": "named", "name": "math:__loader__"})
+    refused({"leaf": "named", "name": "samples:Pair.__new__"})
+
+
 def test_a_group_without_its_type_is_refused() -> None:
     for kind in ("namedtuple", "instance"):
         refused(_group(kind, None, ["image", "label"], 2))
@@ -1018,9 +1033,9 @@ def test_a_leaf_that_no_sample_has_is_refused() -> None:
 
 
 _WORDS = ["array", "number", "text", "none", "enum", "dict", "list", "object", "torch", "numpy", "int", "str"]
-_WORDS += ["<f4", "|O", "V8", "float32", "os:system"]
+_WORDS += ["<f4", "|O", "V8", "float32", "os:system", "named"]
 _FIELDS = ["leaf", "group", "keys", "children", "type", "codec", "kind", "library", "dtype", "ndim", "shape"]
-_FIELDS += ["order", "as_lies"]
+_FIELDS += ["order", "as_lies", "name"]
 json_leaves = st.one_of(
     *(st.none(), st.booleans(), st.integers(-3, 1 << 70), st.floats(), st.text(max_size=8)),
     st.sampled_from(_WORDS),

@@ -15,8 +15,10 @@ from hotset.store.leaves.python_leaves import (
     NumberLeaf,
     NumbersLeaf,
     TextLeaf,
+    named_leaf,
     number_kind,
     numbers_leaf,
+    object_named,
 )
 from hotset.store.leaves.sparse_tensors import is_sparse
 
@@ -78,6 +80,13 @@ def leaf_from_json(described: Any, find: Callable[[str, str], type]) -> Leaf:
         return TextLeaf(described["kind"])
     if kind == "enum":
         return EnumLeaf(find(described["type"], "enum"))
+    if kind == "named":
+        named = named_leaf(object_named(described["name"]))
+        if named is None or named.name != described["name"]:
+            raise ValueError(f"{described['name']!r} must be a function, class or dtype of that name")
+        return named
     if kind == "none":
         return NoneLeaf()
-    raise ValueError(f"the kind of a leaf must be array, number, numbers, text, enum or none, got {kind!r}")
+    raise ValueError(
+        f"the kind of a leaf must be array, number, numbers, text, enum, named or none, got {kind!r}"
+    )

@@ -1,4 +1,4 @@
-"""Leaves of what Python has: numbers and numpy's scalars, lists of numbers, text, None, enumerations."""
+"""Leaves of what Python has: numbers, also of numpy, lists of them, text, None, enumerations, functions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import operator
 import struct
 import sys
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,13 +17,16 @@ from hotset.store.leaves.leaf import Carrier, Leaf, SchemaMismatch, Shape
 
 __all__ = [
     "EnumLeaf",
+    "NamedLeaf",
     "NoneLeaf",
     "NumberLeaf",
     "NumbersLeaf",
     "TextLeaf",
     "name_of_type",
+    "named_leaf",
     "number_kind",
     "numbers_leaf",
+    "object_named",
     "type_named",
 ]
 
@@ -32,6 +36,7 @@ _COMPLEX = struct.Struct("<dd")
 _PYTHON_NUMBERS: dict[str, type] = {"bool": bool, "int": int, "float": float, "complex": complex}
 _NUMPY_NAMES = {"bool": "?", "int": "<i8", "float": "<f8", "complex": "<c16"}
 _INT_RANGE = range(-(1 << 63), 1 << 63)
+_NAMED = (types.FunctionType, types.BuiltinFunctionType, type)
 _MANY_NUMBERS = 8  # of a list, from which on they are one leaf
 
 
@@ -238,6 +243,55 @@ class EnumLeaf(Leaf):
         return {"leaf": "enum", "type": name_of_type(self.enum)}
 
 
+@dataclass(frozen=True)
+class NamedLeaf(Leaf):
+    """A function, class or dtype that a module holds under this name: that very object, of no bytes."""
+
+    name: str
+
+    fixed_bytes = 0
+
+    def check(self, value: object) -> None:
+        if _name_in_module(value) != self.name:
+            raise SchemaMismatch(f"{value!r} instead of {self.name}")
+
+    def put(self, buffer: Any, offset: int, checked: None) -> None:
+        pass
+
+    def get(self, buffer: Any, offset: int, dims: Shape) -> Any:
+        return object_named(self.name)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"leaf": "named", "name": self.name}
+
+
+def named_leaf(value: object) -> NamedLeaf | None:
+    """The leaf of a function, class or dtype that its module holds under its name; None for any other object.
+
+    Example:
+        >>> named_leaf(operator.add)
+        NamedLeaf(name='_operator:add')
+        >>> named_leaf(lambda: 1) is None
+        True
+    """
+    name = _name_in_module(value)
+    return NamedLeaf(name) if name is not None else None
+
+
+def _name_in_module(value: object) -> str | None:
+    """``module:qualname`` of a function, class or dtype that is found by it, as :func:`object_named` does."""
+    if issubclass(type(value), _NAMED):
+        name = f"{value.__module__}:{value.__qualname__}"  # type: ignore[attr-defined]
+    elif f"{type(value).__module__}.{type(value).__qualname__}" == "torch.dtype":
+        name = str(value).replace(".", ":")
+    else:
+        return None
+    try:
+        return name if object_named(name) is value else None
+    except (AttributeError, ImportError, ValueError):
+        return None
+
+
 def number_kind(value: object) -> str | None:
     """The ``kind`` of :class:`NumberLeaf` that fits a value; None for anything but such numbers."""
     kind = type(value)
@@ -263,8 +317,8 @@ def name_of_type(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def type_named(name: str) -> type:
-    """The class that :func:`name_of_type` named.
+def object_named(name: str) -> Any:
+    """What a module holds: ``module:qualname``.
 
     Importing a module runs it, and a schema must not be a way to run other code. So the module must be
     imported already, or lie in a package of which a part is: a process that reads a dataset's samples has
@@ -273,7 +327,7 @@ def type_named(name: str) -> type:
     (``__main__``).
 
     Raises:
-        AttributeError, ImportError, ValueError: there is no such class, or its module must not be imported.
+        AttributeError, ImportError, ValueError: there is no such object, or its module must not be imported.
     """
     module, _, qualname = name.partition(":")
     if module not in sys.modules:
@@ -283,6 +337,16 @@ def type_named(name: str) -> type:
     found: Any = importlib.import_module(module)
     for part in qualname.split("."):
         found = getattr(found, part)
+    return found
+
+
+def type_named(name: str) -> type:
+    """The class that :func:`name_of_type` named.
+
+    Raises:
+        AttributeError, ImportError, ValueError: there is no such class, or its module must not be imported.
+    """
+    found = object_named(name)
     if not isinstance(found, type):
         raise ValueError(f"{name} must be a class")
     return found

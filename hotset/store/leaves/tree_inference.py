@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from hotset.store.leaves.codecs import codec_of
 from hotset.store.leaves.find_leaf import leaf_of
 from hotset.store.leaves.leaf import SchemaMismatch
-from hotset.store.leaves.python_leaves import EnumLeaf
+from hotset.store.leaves.python_leaves import EnumLeaf, named_leaf
 from hotset.store.leaves.tree import KEY_TYPES, Group, Node, parts_of
 
 __all__ = ["infer"]
@@ -82,6 +82,9 @@ class _Inference:
             leaf = EnumLeaf(type(value))
             leaf.check(value)
             return leaf
+        named = named_leaf(value)
+        if named is not None:
+            return named
         raise SchemaMismatch(_unknown(value, where, holder))
 
     def _container(
