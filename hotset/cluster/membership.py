@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hotset.policy.rendezvous import Placement
-from hotset.session.runtime_dir import new_file, open_at, runtime, write
+from hotset.session.runtime_dir import new_file, opened, runtime, write
 from hotset.session.session_files import membership_file
 from hotset.store.claims import Ids
 
@@ -183,13 +183,15 @@ def read_membership(number: int) -> Membership | None:
     """Return which machines share a session; None if there is no file that can be read."""
     for _ in range(_TRIES):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-            with runtime() as folder:
-                try:
-                    fd = open_at(folder, membership_file(number))
-                except FileNotFoundError:  # or the file was replaced between two looks
-                    continue
-            with open(fd, "rb") as file:
-                return _parsed(json.load(file))
+            try:
+                with (
+                    runtime() as folder,
+                    opened(folder, membership_file(number)) as fd,
+                    open(fd, "rb", closefd=False) as file,
+                ):
+                    return _parsed(json.load(file))
+            except FileNotFoundError:  # or the file was replaced between two looks
+                continue
         return None
     return None
 

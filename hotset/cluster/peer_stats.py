@@ -14,13 +14,12 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
-from hotset.session.runtime_dir import open_at, runtime
+from hotset.session.runtime_dir import opened, runtime
 from hotset.session.session_files import peer_stats_file
 from hotset.store import locks
 
@@ -78,12 +77,12 @@ def make_peer_stats(number: int) -> None:
     Raises:
         OSError: it cannot be made.
     """
-    with runtime() as folder, contextlib.suppress(FileExistsError):
-        fd = open_at(folder, peer_stats_file(number), create=True)
-        try:
-            os.posix_fallocate(fd, 0, _ROWS * _ROW.itemsize)
-        finally:
-            os.close(fd)
+    with (
+        runtime() as folder,
+        contextlib.suppress(FileExistsError),
+        opened(folder, peer_stats_file(number), create=True) as fd,
+    ):
+        os.posix_fallocate(fd, 0, _ROWS * _ROW.itemsize)
 
 
 def read_peer_stats(number: int) -> dict[str, PeerStats]:
@@ -92,23 +91,13 @@ def read_peer_stats(number: int) -> dict[str, PeerStats]:
     Raises:
         OSError: there is no such file.
     """
-    with _opened(number) as fd:
+    with runtime() as folder, opened(folder, peer_stats_file(number)) as fd:
         return {row["name"].decode(errors="replace"): _traffic(row) for row in _rows(fd) if row["name"]}
 
 
 def _traffic(row: Any) -> PeerStats:
     counts = dict(zip(_COUNTED, row["counts"].tolist(), strict=True))
     return PeerStats(**counts, seconds=int(row["nanoseconds"]) / 1e9)
-
-
-@contextlib.contextmanager
-def _opened(number: int) -> Iterator[int]:
-    with runtime() as folder:
-        fd = open_at(folder, peer_stats_file(number))
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def _rows(fd: int) -> Any:
@@ -129,7 +118,8 @@ class PeerStatsFile:
         if not now and time.monotonic() - self._last < _EVERY_SECONDS:
             return
         self._last = time.monotonic()
-        with contextlib.suppress(OSError), _opened(self._number) as fd:
+        file = peer_stats_file(self._number)
+        with contextlib.suppress(OSError), runtime() as folder, opened(folder, file) as fd:
             if not locks.lock(fd, _SHORT, _PATIENCE if now else 0.0):
                 return
             rows = _rows(fd)

@@ -15,7 +15,7 @@ import time
 
 from hotset.server.pidfile import ServerError, claim
 from hotset.session import server_quota, sessions
-from hotset.session.runtime_dir import open_folder
+from hotset.session.runtime_dir import runtime
 
 __all__ = ["collect"]
 
@@ -30,14 +30,10 @@ def collect() -> list[str]:
         FolderError: the runtime folder is not safely this user's own.
     """
     sentences = []
-    folder = open_folder()
-    try:
+    with runtime() as folder:
         before = set(os.listdir(folder))
         for port in sorted({int(found[1]) for file in before if (found := _FILE.fullmatch(file))}):
-            with (
-                contextlib.suppress(ServerError),
-                claim(port),
-            ):  # which removes the claim's own files at its end
+            with contextlib.suppress(ServerError), claim(port):  # the claim removes its own files at its end
                 log = f"server-{port}.log"
                 with contextlib.suppress(FileNotFoundError):
                     if time.time() - os.stat(log, dir_fd=folder).st_mtime > _LOG_SECONDS:
@@ -45,8 +41,6 @@ def collect() -> list[str]:
                 if all(session.server != port for session in sessions.sessions()):
                     server_quota.drop(port)
         after = set(os.listdir(folder))
-    finally:
-        os.close(folder)
     for file in sorted(before - after):
         if found := _FILE.fullmatch(file):
             sentences.append(f"Removed {file}: the server on port {found[1]} has ended.")

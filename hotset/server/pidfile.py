@@ -31,7 +31,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hotset.errors import HotsetError
-from hotset.session.runtime_dir import is_named, open_at, open_folder, runtime_folder
+from hotset.session.runtime_dir import (
+    is_named,
+    open_or_create,
+    opened,
+    runtime,
+    runtime_folder,
+    write,
+)
 from hotset.store import locks
 
 __all__ = [
@@ -126,13 +133,12 @@ def is_claimed(port: int) -> bool:
 @contextlib.contextmanager
 def ending(port: int) -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether the process of this port's present server has ended."""
-    fd = _open(port, "json")
-    try:
+    with contextlib.ExitStack() as stack:
+        fd = None
+        with contextlib.suppress(FileNotFoundError), runtime() as folder:
+            fd = stack.enter_context(opened(folder, f"server-{port}.json"))
         # On the file itself: its name goes before the process does.
         yield lambda: fd is None or not locks.is_locked(fd, _LIFE)
-    finally:
-        if fd is not None:
-            os.close(fd)
 
 
 def read_token(port: int) -> str:
@@ -166,8 +172,7 @@ def claim(port: int) -> Iterator[Claim]:
         OSError: the file system refuses.
     """
     with contextlib.ExitStack() as stack:
-        folder = open_folder()
-        stack.callback(os.close, folder)
+        folder = stack.enter_context(runtime())
         file = f"server-{port}.json"
         fd = _lock(folder, file, port)
         # The name is removed under the lock: a process that opened the file before starts again.
@@ -177,25 +182,23 @@ def claim(port: int) -> Iterator[Claim]:
         import secrets  # its import takes longer than all else here, and clients do without
 
         token = secrets.token_urlsafe(32)
-        _write(open_at(folder, f"server-{port}.token", create=True), token.encode())
+        with opened(folder, f"server-{port}.token", create=True) as token_file:
+            write(token_file, token.encode())
         stack.callback(_remove, folder, f"server-{port}.token")
         yield Claim(fd, token)
 
 
 def open_log(port: int) -> int:
     """Return a descriptor of the log of this port that writes at its end."""
-    folder = open_folder()
-    try:
-        fd = _open_or_make(folder, f"server-{port}.log")
-    finally:
-        os.close(folder)
+    with runtime() as folder:
+        fd = open_or_create(folder, f"server-{port}.log")
     fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
     return fd
 
 
 def _lock(folder: int, file: str, port: int) -> int:
     while True:
-        fd = _open_or_make(folder, file)
+        fd = open_or_create(folder, file)
         try:
             if not locks.try_lock(fd, _LIFE):
                 raise already_running(port)
@@ -207,38 +210,14 @@ def _lock(folder: int, file: str, port: int) -> int:
         os.close(fd)
 
 
-def _open_or_make(folder: int, file: str) -> int:
-    while True:
-        for create in (False, True):
-            with contextlib.suppress(FileExistsError, FileNotFoundError):
-                return open_at(folder, file, create=create)
-
-
-def _open(port: int, suffix: str) -> int | None:
-    folder = open_folder()
-    try:
-        return open_at(folder, f"server-{port}.{suffix}")
-    except FileNotFoundError:
-        return None
-    finally:
-        os.close(folder)
-
-
 def _read(port: int, suffix: str, *, only_locked: bool = False) -> bytes | None:
-    fd = _open(port, suffix)
-    if fd is None:
-        return None
-    try:
+    with (
+        contextlib.suppress(FileNotFoundError),
+        runtime() as folder,
+        opened(folder, f"server-{port}.{suffix}") as fd,
+    ):
         return None if only_locked and not locks.is_locked(fd, _LIFE) else os.pread(fd, _LARGEST, 0)
-    finally:
-        os.close(fd)
-
-
-def _write(fd: int, content: bytes) -> None:
-    try:
-        os.write(fd, content)
-    finally:
-        os.close(fd)
+    return None
 
 
 def _remove(folder: int, file: str) -> None:

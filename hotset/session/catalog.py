@@ -65,7 +65,7 @@ from hotset._warnings import warn
 from hotset.errors import FolderError, SegmentError
 from hotset.session.job import pid_namespace
 from hotset.session.named_lock import LOCK_FILE
-from hotset.session.runtime_dir import KNOB, is_named, open_at, path_of, runtime, write
+from hotset.session.runtime_dir import KNOB, is_named, open_at, opened, path_of, runtime, write
 from hotset.store import locks
 from hotset.store.segment import Address
 
@@ -293,16 +293,12 @@ def entries() -> list[ListedCache]:
     with runtime() as folder:
         for file in _files(folder, _LISTED):
             try:
-                fd = open_at(folder, file)
+                with opened(folder, file) as fd:
+                    found.append(_look(fd, file))
             except FileNotFoundError:
                 continue  # removed since it was listed
             except OSError as error:
                 found.append(ListedCache(file, alive=False, problem=str(error)))
-                continue
-            try:
-                found.append(_look(fd, file))
-            finally:
-                os.close(fd)
     return sorted(found, key=lambda entry: (entry.created, entry.file))
 
 
@@ -333,14 +329,10 @@ def gc() -> list[str]:
     with runtime() as folder:
         for file in [*_files(folder, _LISTED), *_files(folder, _TEMPORARY), LOCK_FILE]:
             # A file that is not safely this user's own, not readable or removed meanwhile is left alone.
-            with contextlib.suppress(OSError):
-                fd = open_at(folder, file)
-                try:
-                    sentence = _removal_reason(fd, file)
-                    if sentence and _remove_unheld(fd, folder, file):
-                        removed.append(sentence)
-                finally:
-                    os.close(fd)
+            with contextlib.suppress(OSError), opened(folder, file) as fd:
+                sentence = _removal_reason(fd, file)
+                if sentence and _remove_unheld(fd, folder, file):
+                    removed.append(sentence)
     return removed
 
 

@@ -35,7 +35,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -46,7 +46,7 @@ from hotset.errors import SegmentError, SessionError
 from hotset.session import catalog
 from hotset.session.job import Job, digest, this_job
 from hotset.session.named_lock import NamedLocks
-from hotset.session.runtime_dir import KNOB, path_of, runtime
+from hotset.session.runtime_dir import KNOB, path_of, runtime, unfinished
 from hotset.session.session_cache import SessionCacheHandle
 from hotset.session.session_definition import Session, open_quota
 from hotset.session.session_files import CACHE, is_retired, is_there, member_of
@@ -353,7 +353,7 @@ class _SessionCaches(Generic[F]):
             make_spill(session.spill)
             beside = str(spill_path(session.spill))
             spill = f"{beside}/{base}.spill"
-        with runtime() as folder, _unfinished(folder, f"{base}.cache") as temporary:
+        with runtime() as folder, unfinished(folder, f"{base}.cache") as temporary:
             place = path_of(folder)
             value = self._create(
                 CacheLocation(f"{place}/{temporary}", spill, beside, session.persist, _most(session))
@@ -377,7 +377,7 @@ class _SessionCaches(Generic[F]):
                 if is_there(folder, cache):
                     continue
                 try:
-                    with _unfinished(folder, cache) as temporary:
+                    with unfinished(folder, cache) as temporary:
                         _revive_one(session, path, f"{path_of(folder)}/{temporary}")
                         _name(session, folder, temporary, cache).close()
                         revived = True
@@ -395,17 +395,6 @@ class _SessionCaches(Generic[F]):
         found = CACHE.fullmatch(file)
         wanted = (self._session.number, self._digest, kind)
         return found is not None and (int(found[1]), found[2], found[4]) == wanted
-
-
-@contextlib.contextmanager
-def _unfinished(folder: int, file: str) -> Iterator[str]:
-    """A name for a file that is being made; nothing is left under it."""
-    temporary = f"{file}.{secrets.token_hex(4)}.new"
-    try:
-        yield temporary
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary, dir_fd=folder)
 
 
 def _name(session: Session, folder: int, temporary: str, file: str) -> SessionCacheHandle:

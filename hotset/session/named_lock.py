@@ -25,7 +25,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from hotset.session.runtime_dir import is_named, open_at, open_folder
+from hotset.session.runtime_dir import is_named, open_folder, open_or_create
 from hotset.store import locks
 
 __all__ = ["LOCK_FILE", "NamedLocks"]
@@ -78,12 +78,8 @@ class _File(locks.Description):
     def open(self) -> None:
         """Create or open it."""
         self.folder.close()
-        self.folder.value = folder = open_folder()
-        while self.value < 0:
-            for create in (False, True):
-                with contextlib.suppress(FileExistsError, FileNotFoundError):
-                    self.value = open_at(folder, LOCK_FILE, create=create)
-                    break
+        self.folder.value = open_folder()
+        self.value = open_or_create(self.folder.value, LOCK_FILE)
 
     def __del__(self, suppress: type[contextlib.suppress] = contextlib.suppress) -> None:
         # The block has ended, and its locks with it. What happens at the interpreter's end, gc() cleans up.

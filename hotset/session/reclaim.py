@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from hotset._warnings import printable
 from hotset.errors import SegmentError, SessionError
 from hotset.session.quota import Quota
-from hotset.session.runtime_dir import open_at, runtime
+from hotset.session.runtime_dir import opened, runtime
 from hotset.session.session_definition import Session, quota_in
 from hotset.session.session_files import caches_of, id_of, is_there, member_of, remove_cache
 from hotset.store.format import HEADER_BYTES, unpack_header
@@ -184,18 +184,13 @@ def _drop(
 def _is_damaged(folder: int, file: str) -> bool:
     """Whether a cache's header, or its metadata, are none. One that memory is too short for now is whole."""
     try:
-        fd = open_at(folder, file)
-    except OSError:
-        return False
-    try:
-        geometry, _ = unpack_header(os.pread(fd, HEADER_BYTES, 0), os.fstat(fd).st_size, file)
-        read_metadata(fd, geometry)
+        with opened(folder, file) as fd:
+            geometry, _ = unpack_header(os.pread(fd, HEADER_BYTES, 0), os.fstat(fd).st_size, file)
+            read_metadata(fd, geometry)
     except (SegmentError, ValueError):
         return True
     except OSError:
         return False
-    finally:
-        os.close(fd)
     return False
 
 

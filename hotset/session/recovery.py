@@ -36,7 +36,7 @@ import time
 from hotset.errors import SessionError
 from hotset.session import catalog, server_quota
 from hotset.session.reclaim import drop_damaged
-from hotset.session.runtime_dir import open_at, runtime
+from hotset.session.runtime_dir import opened, runtime
 from hotset.session.session_definition import Session, quota_in
 from hotset.session.session_files import (
     CACHE,
@@ -132,14 +132,9 @@ def _removed(file: str) -> str:
 
 def _is_used(folder: int, file: str) -> bool:
     """Whether a process uses the session of this quota, or the file is not safely this user's own."""
-    try:
-        fd = open_at(folder, file)
-    except OSError:
-        return True
-    try:
+    with contextlib.suppress(OSError), opened(folder, file) as fd:
         return is_locked(fd, 0)
-    finally:
-        os.close(fd)
+    return True
 
 
 def _recover_spilled(spill: str, alive: dict[int, Session], folder: int) -> list[str]:

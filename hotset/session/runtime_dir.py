@@ -38,10 +38,13 @@ __all__ = [
     "new_file",
     "open_at",
     "open_folder",
+    "open_or_create",
     "open_private",
+    "opened",
     "path_of",
     "runtime",
     "runtime_folder",
+    "unfinished",
     "write",
 ]
 
@@ -160,30 +163,50 @@ def open_at(folder: int, name: str, *, create: bool = False) -> int:
 
 
 @contextlib.contextmanager
+def opened(folder: int, name: str, *, create: bool = False) -> Iterator[int]:
+    """Open a file, as :func:`open_at` does, for a block that gets its descriptor."""
+    fd = open_at(folder, name, create=create)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def open_or_create(folder: int, name: str) -> int:
+    """Return what :func:`open_at` returns, for a file that is created if it does not exist."""
+    while True:
+        for create in (False, True):
+            with contextlib.suppress(FileExistsError, FileNotFoundError):
+                return open_at(folder, name, create=create)
+
+
+@contextlib.contextmanager
+def unfinished(folder: int, name: str) -> Iterator[str]:
+    """Give a block the name under which a file is created: ``name``, eight random digits and ``.new``.
+
+    The block renames the file when it is whole. Nothing is left under the temporary name.
+    """
+    temporary = f"{name}.{os.urandom(4).hex()}.new"
+    try:
+        yield temporary
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary, dir_fd=folder)
+
+
+@contextlib.contextmanager
 def new_file(folder: int, name: str) -> Iterator[int]:
     """Create a file for a block, which gets its descriptor and writes its content.
 
     The file gets its name after the block, in place of an older file, so a process that opens it by name
     finds the whole content. If the block fails, nothing is left.
 
-    Args:
-        folder, name: as for :func:`open_at`. Until the end the name has eight random digits and ``.new``
-            behind it.
-
     Raises:
         FolderError, OSError: as :func:`open_at`.
     """
-    temporary = f"{name}.{os.urandom(4).hex()}.new"
-    fd = open_at(folder, temporary, create=True)
-    try:
+    with unfinished(folder, name) as temporary, opened(folder, temporary, create=True) as fd:
         yield fd
         os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary, dir_fd=folder)
-        raise
-    finally:
-        os.close(fd)
 
 
 def write(fd: int, content: bytes) -> None:

@@ -29,7 +29,7 @@ from hotset.errors import HotsetError, SessionError
 from hotset.session import server_quota
 from hotset.session.named_lock import NamedLocks
 from hotset.session.quota import Quota
-from hotset.session.runtime_dir import new_file, open_at, runtime, write
+from hotset.session.runtime_dir import new_file, opened, runtime, write
 from hotset.session.session_files import DEFINITION, is_there, remove_spilled
 from hotset.session.spill_dirs import known_folders, opened_spill
 
@@ -207,11 +207,8 @@ def _define(session: Session) -> None:
 
 
 def _restore_one(folder: int, place: int, file: str, spill: str) -> None:
-    fd = open_at(place, file)
-    try:
+    with opened(place, file) as fd:
         head: dict[str, Any] = json.loads(os.pread(fd, 1 << 16, 0))
-    finally:
-        os.close(fd)
     session = Session(**{**head, "spill": spill})  # where it was found, whatever it says
     if session.definition == file and type(session.memory) is int:
         Quota.create(folder, session.file, asdict(session), session.memory)
