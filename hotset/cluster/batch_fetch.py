@@ -23,14 +23,14 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hotset.cluster.client import PendingRequest, SessionPeers
 from hotset.cluster.membership import PATIENCE, Owned
-from hotset.cluster.protocol import LARGEST, MOST
+from hotset.cluster.protocol import LARGEST, parts
 from hotset.cluster.wire_records import (
     ABSENT,
     FULL,
@@ -51,7 +51,7 @@ from hotset.store.record_batch import RecordBatch
 from hotset.store.records import lay_out
 from hotset.store.store import Store
 
-__all__ = ["BatchFetch", "Fetched", "pack", "parts"]
+__all__ = ["BatchFetch", "Fetched", "pack"]
 
 
 _PAUSES = 2e-3, 50e-3  # seconds: the first one, and the longest
@@ -79,13 +79,6 @@ class Fetched:
         """The ids of all of these samples."""
         read = np.fromiter(self.read, np.int64)
         return np.concatenate([read, *(records.ids for records in self.records)])
-
-
-def parts(cache: CacheIdentity, ids: Longs) -> Iterator[Longs]:
-    """Divide sample ids into parts that fit into one answer each."""
-    most = max(1, min(MOST, LARGEST // cache.stride))
-    for start in range(0, len(ids), most):
-        yield ids[start : start + most]
 
 
 class _Waiting(NamedTuple):
@@ -180,27 +173,22 @@ class BatchFetch:
             owned: machines, and what each is asked for.
             turn: how far after the samples' owners these come.
         """
-        asked = [
-            (name, self._peers.by_name[name].ask(self._cache, part, claim=True))
-            for name, ids in owned
-            for part in parts(self._cache, ids)
-        ]
+        asked = self._peers.ask(self._cache, owned, claim=True)
         begun = time.monotonic()
         waiting: list[_Waiting] = []
         absent: list[tuple[str | None, Longs]] = []
         refused = [np.empty(0, np.int64)]
         while asked:
             again = []
-            for name, request in asked:
+            for request in asked:
+                name = request.name
                 answer = request.wait(begun + self._peers.patience(name))
                 self._accept(answer)
                 truncated, pending, full, lacking, unanswered = (
                     request.ids[answer.generations == state]
                     for state in (TRUNCATED, PENDING, FULL, ABSENT, UNANSWERED)
                 )
-                if len(truncated):
-                    left = self._peers.by_name[name].ask(self._cache, truncated, claim=True)
-                    again.append((name, left))
+                again += self._peers.ask(self._cache, [(name, truncated)], claim=True)
                 if len(pending):
                     waiting.append(_Waiting(name, pending, turn))
                 refused.append(full)
@@ -252,13 +240,11 @@ class BatchFetch:
 
     def _not_moved(self, owner: str | None, ids: Longs) -> Longs:
         """Ask former owners; return the samples that they do not have, and put the others to ``owner``."""
-        asked = [
-            (name, self._peers.by_name[name].ask(self._cache, some)) for name, some in self._peers.former(ids)
-        ]
+        asked = self._peers.ask(self._cache, self._peers.former(ids))
         begun = time.monotonic()
         came = [np.empty(0, np.int64)]
-        for name, request in asked:
-            answer = request.wait(begun + self._peers.patience(name))
+        for request in asked:
+            answer = request.wait(begun + self._peers.patience(request.name))
             self._accept(answer)
             came.append(answer.batch.ids)
         found = np.concatenate(came)
@@ -335,10 +321,11 @@ class BatchFetch:
         further = self._peers.known.after(np.fromiter(samples, np.int64), turn)
         self._got.unkept |= not further
         for name, ids in further:
-            some = {sample: samples[sample] for sample in ids.tolist()}
             if name != self._peers.known.me:
-                self._put(name, some, turn)
+                for part in parts(self._cache, ids):
+                    self._put(name, {sample: samples[sample] for sample in part.tolist()}, turn)
                 continue
+            some = {sample: samples[sample] for sample in ids.tolist()}
             self._insert(some)
             left = ids[self._store.words(ids) < PRESENT].tolist()
             if left:

@@ -490,6 +490,14 @@ class SessionPeers:
         member = self.known.by_name.get(name)
         return member.patience if member is not None else PATIENCE
 
+    def ask(self, cache: CacheIdentity, owned: list[Owned], *, claim: bool = False) -> list[PendingRequest]:
+        """Ask these machines for their samples, all at once, and in as many messages as that takes."""
+        return [
+            self.by_name[name].ask(cache, part, claim=claim)
+            for name, ids in owned
+            for part in protocol.parts(cache, ids)
+        ]
+
     def former(self, ids: Longs) -> list[Owned]:
         """The machines that owned these samples before the last change and are still there, and which."""
         return [(name, some) for name, some in self.known.formerly(ids) if name in self.by_name]

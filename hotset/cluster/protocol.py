@@ -44,7 +44,7 @@ The first 24 bytes stay what they are in every version, so that a sentence can n
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -71,6 +71,7 @@ __all__ = [
     "parse_ids",
     "parse_records",
     "parse_words",
+    "parts",
     "put",
     "refusal",
     "refusal_of",
@@ -136,6 +137,13 @@ class Head(NamedTuple):
 
 
 # ---- writing -------------------------------------------------------------------------------------------
+
+
+def parts(cache: CacheIdentity, ids: Longs) -> Iterator[Longs]:
+    """Divide sample ids into parts whose rows fit into one message each."""
+    most = max(1, min(MOST, LARGEST // cache.stride))
+    for start in range(0, len(ids), most):
+        yield ids[start : start + most]
 
 
 def get(number: int, cache: CacheIdentity, ids: Longs, operation: Operation = Operation.GET) -> list[Any]:

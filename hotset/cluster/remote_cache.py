@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hotset.cluster.batch_fetch import BatchFetch, Fetched, parts
+from hotset.cluster.batch_fetch import BatchFetch, Fetched
 from hotset.cluster.client import Peer, PendingRequest, SessionPeers
 from hotset.cluster.membership import PATIENCE
 from hotset.cluster.peer_stats import PeerStats
@@ -142,11 +142,7 @@ class RemoteCache:
             if self._peers.membership is None or ids.tobytes() in self._ahead:
                 return
             clear_generation, cache = store.clear_generation(), self._cache_now(store)
-            requests = [
-                self._peers.by_name[name].ask(cache, part)
-                for name, some in self._peers.known.others(missing)
-                for part in parts(cache, some)
-            ]
+            requests = self._peers.ask(cache, self._peers.known.others(missing))
             self._ahead[ids.tobytes()] = _Ahead(clear_generation, requests)
             while len(self._ahead) > _AHEAD:  # an epoch was left before its end
                 del self._ahead[next(iter(self._ahead))]

@@ -28,7 +28,7 @@ import machines
 from machines import NEVER, town
 
 import hotset
-from hotset.cluster import batch_fetch, remote_cache
+from hotset.cluster import batch_fetch, protocol, remote_cache
 from hotset.cluster import store_service as shelf
 from hotset.cluster.batch_fetch import BatchFetch, Fetched
 from hotset.cluster.client import SessionPeers
@@ -69,6 +69,7 @@ class Peer:
 
     def ask(self, cache: CacheIdentity, wanted: Longs, *, claim: bool = False) -> Ticket:
         self.asked.append(wanted.tolist())
+        protocol.get(0, cache, wanted)  # refuses more than one message may have
 
         def answer() -> WireRecords:
             return self.shelf.take(wanted, np.empty(1 << 20, np.uint8), claim=claim).verified()
@@ -76,6 +77,7 @@ class Peer:
         return Ticket(self.name, wanted, answer)
 
     def put(self, cache: CacheIdentity, brought: Longs, records: WireRecords) -> Ticket:
+        protocol.put(0, cache, brought, records)
         good = records.verified().present
 
         def answer() -> WireRecords:
@@ -114,10 +116,11 @@ class Four:
         self.reads.append(index)
         return self.text(index)
 
-    def fetch(self, me: str, *, keeps: bool = False) -> BatchFetch:
+    def fetch(self, me: str, *, keeps: bool = False, former: str = "") -> BatchFetch:
         peer = self.peers[me]
         peers: Any = SessionPeers(0)
-        peers.membership = Membership(me, Keys(b"", b""), self.members)
+        before = tuple(member for member in self.members if member.name in former)
+        peers.membership = Membership(me, Keys(b"", b""), self.members, before)
         peers.by_name = {name: other for name, other in self.peers.items() if name != me}
         store = peer.store
         generation = store.clear_generation()
@@ -236,6 +239,29 @@ def test_what_turns_out_too_large_for_who_promised_to_keep_it_goes_further(
         assert not found.unkept
         assert made.holders(wanted) == holder
         assert made.reads == [wanted]
+
+
+@pytest.fixture
+def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "MOST", 3)
+
+
+@pytest.mark.usefixtures("small_messages")
+def test_former_owners_are_asked_for_more_samples_than_fit_into_a_message() -> None:
+    with four() as made:
+        home = [i for i in range(D) if made.orders[i].startswith("a")][:10]
+        made.peers["b"].store.insert({i: made.text(i) for i in home}, 0)
+        made.fetch("a", former="b").run(np.array(home), [])
+        assert made.reads == []
+        assert {made.holders(i) for i in home} == {"ab"}
+
+
+@pytest.mark.usefixtures("small_messages")
+def test_more_samples_than_fit_into_a_message_are_passed_on() -> None:
+    with four(a=0) as made:
+        home = [i for i in range(D) if made.orders[i].startswith("ab")][:10]
+        assert made.fetch("a").pass_on({i: made.text(i) for i in home})
+        assert {made.holders(i) for i in home} == {"b"}
 
 
 def test_what_is_too_large_for_all_is_kept_nowhere_and_that_is_told() -> None:
