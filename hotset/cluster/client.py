@@ -41,10 +41,10 @@ import numpy as np
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from hotset._warnings import Warner
 from hotset.cluster import protocol
+from hotset.cluster.backoff import Backoff
 from hotset.cluster.membership import PATIENCE, Keys, Membership, MembershipFile, Owned
-from hotset.cluster.peer_stats import Backoff, PeerStats, PeerStatsFile, read_peer_stats
+from hotset.cluster.peer_stats import PeerStats, PeerStatsFile, read_peer_stats
 from hotset.cluster.protocol import Head, Malformed, Operation, Status
 from hotset.cluster.sealing import Credentials, Sealing, Unsealable
 from hotset.cluster.sockets import ask_by_curve, ask_by_password, close, open_socket, require_descriptors
@@ -378,41 +378,32 @@ class Peer:
 
 
 class Connections:
-    """This process's connections to other machines, with one set of keys; a context manager.
+    """This process's connections to other machines, with one set of keys.
 
     Args:
         keys: this machine's; None: no keys (:mod:`hotset.cluster.sockets`).
         warn: gets a sentence of what is wrong with a machine, and its name.
+
+    Attributes:
+        peers: the machines, by name.
     """
 
-    def __init__(self, keys: Keys | None, warn: Callable[[str, str], object] | None = None) -> None:
-        self.keys, self.warn = keys, warn or Warner()
+    def __init__(self, keys: Keys | None, warn: Callable[[str, str], object]) -> None:
+        self.keys, self.warn = keys, warn
+        self.peers: dict[str, Peer] = {}
         self._pid = os.getpid()
         self._context: zmq.Context[Any] | None = None
-        self._peers: dict[str, Peer] = {}
-
-    def __enter__(self) -> Connections:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def add(self, name: str, endpoint: str, key: bytes | None) -> Peer:
         """Return the peer of this name, which serves there with that public key.
 
         One that was known under this name, and has moved or restarted, is closed.
         """
-        known = self._peers.get(name)
+        known = self.peers.get(name)
         if known is not None:
             known.close()
-        peer = self._peers[name] = Peer(self, name, endpoint, key)
+        peer = self.peers[name] = Peer(self, name, endpoint, key)
         return peer
-
-    def remove(self, name: str) -> None:
-        """Forget a machine; nothing happens if there is none of this name."""
-        peer = self._peers.pop(name, None)
-        if peer is not None:
-            peer.close()
 
     def context(self) -> zmq.Context[Any]:
         """ZeroMQ's context of this process, whose only threads are its own for input and output."""
@@ -423,9 +414,9 @@ class Connections:
 
     def close(self) -> None:
         """Close all connections, at once; nothing happens in a forked child that has asked no peer."""
-        for peer in self._peers.values():
+        for peer in self.peers.values():
             peer.close()
-        self._peers.clear()
+        self.peers.clear()
         if self._context is not None and self._pid == os.getpid():
             close(self._context)
             self._context = None
@@ -457,20 +448,19 @@ class SessionPeers:
         now, known = self._file.current(), self.membership
         if now is None or known is now:
             return
-        if self._connections is None or known is None or known.keys != now.keys:
-            if self._connections is not None:
-                self._connections.close()
-            self._connections = Connections(now.keys, lambda *trouble: self.troubles.append(trouble))
-            self.by_name = {}
+        connections = self._connections
+        if connections is None or known is None or known.keys != now.keys:
+            self.close()
+            connections = self._connections = Connections(now.keys, lambda *one: self.troubles.append(one))
+            self.by_name = connections.peers
         there = {name: member for name, member in now.by_name.items() if name != now.me}
-        for name in [name for name in self.by_name if name not in there]:
-            del self.by_name[name]
-            self._connections.remove(name)
+        for name in self.by_name.keys() - there.keys():
+            self.by_name.pop(name).close()
         for name, member in there.items():
             peer = self.by_name.get(name)
             if peer is None or peer.endpoint != member.endpoint:
                 self.count(now=peer is not None)
-                self.by_name[name] = self._connections.add(name, member.endpoint, member.key.encode())
+                connections.add(name, member.endpoint, member.key.encode())
         self.membership = now
 
     @property

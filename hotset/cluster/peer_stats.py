@@ -23,7 +23,7 @@ from hotset.session.runtime_dir import opened, runtime
 from hotset.session.session_files import peer_stats_file
 from hotset.store import locks
 
-__all__ = ["Backoff", "PeerStats", "PeerStatsFile", "make_peer_stats", "read_peer_stats"]
+__all__ = ["PeerStats", "PeerStatsFile", "make_peer_stats", "read_peer_stats"]
 
 
 @dataclass
@@ -68,7 +68,6 @@ _ROWS = 1024
 _EVERY_SECONDS = 0.5
 _PATIENCE = 0.2
 _SHORT = 0
-_FIRST_REST, _LONGEST_REST = 0.5, 30.0
 
 
 def make_peer_stats(number: int) -> None:
@@ -138,24 +137,3 @@ class PeerStatsFile:
             rows["counts"][free[0]] += new[:-1]
             rows["nanoseconds"][free[0]] += new[-1]
             self._added[name] = traffic, counted
-
-
-class Backoff:
-    """How long a machine is left alone: half a second, then twice as long each time, half a minute at most.
-
-    It is replaced by a new one when the machine answers again.
-    """
-
-    def __init__(self) -> None:
-        self._seconds = _FIRST_REST
-        self._until = 0.0
-
-    @property
-    def is_active(self) -> bool:
-        """Whether it is left alone now."""
-        return time.monotonic() < self._until
-
-    def begin(self) -> None:
-        """Leave it alone from now on."""
-        self._until = time.monotonic() + self._seconds
-        self._seconds = min(2 * self._seconds, _LONGEST_REST)

@@ -164,7 +164,7 @@ class RecordServer:
                 self._key_socket = open_socket(self._context, zmq.ROUTER, where)
                 serve_by_curve(self._key_socket, keys)
                 self._key_socket.bind(where + _ANY_PORT)
-            self._socket.bind(where + (_ANY_PORT if keys is None else "*"))
+            self._socket.bind(where + "*")
         except zmq.ZMQError as error:
             self._close()
             raise OSError(error.errno, f"{address} cannot be served from ({error})") from error

@@ -31,7 +31,8 @@ from stores import ids, opened
 
 zmq = pytest.importorskip("zmq", reason="pyzmq, which carries records between machines, is not installed")
 
-from hotset.cluster import peer_stats, sockets  # noqa: E402
+from hotset._warnings import Warner  # noqa: E402
+from hotset.cluster import backoff, sockets  # noqa: E402
 from hotset.cluster import protocol as messages  # noqa: E402
 from hotset.cluster import server as serving  # noqa: E402
 from hotset.cluster.batch_fetch import pack  # noqa: E402
@@ -59,7 +60,7 @@ SOON = 60.0
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Of the peers' rests."""
     clock = Clock()
-    monkeypatch.setattr(peer_stats, "time", clock)
+    monkeypatch.setattr(backoff, "time", clock)
     monkeypatch.setattr(sockets, "_HEARTBEAT", 0)
     monkeypatch.setattr(sockets, "_HANDSHAKE", 0)
     return clock
@@ -142,8 +143,8 @@ def fake(
 def asker(
     endpoint: str, keys: Keys | None = ASKER, server: Keys | None = SERVER, name: str = "machine-1"
 ) -> Iterator[Peer]:
-    with Connections(keys) as peers:
-        yield peers.add(name, endpoint, None if server is None else server.public)
+    with contextlib.closing(Connections(keys, Warner())) as connections:
+        yield connections.add(name, endpoint, None if server is None else server.public)
 
 
 def wait(ticket: PendingRequest, within: float = SOON) -> tuple[WireRecords, Bytes]:
