@@ -193,18 +193,12 @@ def check() -> None:
     count = 0
     for report in check_caches():
         count += 1
-        opened = report.state in ("ok", "damaged") and report.samples > 0
-        table.add_row(
-            Text(printable(report.name)),
-            report.state,
-            Text(report.owner),
-            f"{report.samples:,}" if opened else "",
-            f"{report.cached:,}" if opened else "",
-            format_bytes(report.bytes) if opened else "",
-            format_bytes(report.limit) if opened else "",
-            format_bytes(report.disk) if opened and report.disk else "",
-        )
-        name = printable(report.name)
+        name, counts, figures = printable(report.name), report.counts, []
+        if counts is not None and counts.samples:
+            figures = [f"{counts.samples:,}", f"{counts.cached:,}"]
+            figures += [format_bytes(counts.memory), format_bytes(counts.limit)]
+            figures += [format_bytes(counts.disk)] if counts.disk else []
+        table.add_row(Text(name), report.state, Text(report.owner), *figures)
         problems += [f"{name}: {printable(problem, longest=1000)}" for problem in report.problems]
     console = Console()
     if count == 0:

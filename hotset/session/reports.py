@@ -131,7 +131,7 @@ def report(session: Session) -> SessionReport:
     with runtime() as folder, open_quota(session) as quota:
         in_use = quota.in_use
         files = caches_of(session.number, os.listdir(folder))
-        found = [_with_quota(_counts_of(folder, file), quota, file) for file in files]
+        found = [_with_quota(_cache_in(folder, file), quota, file) for file in files]
     caches = tuple(sorted(found, key=lambda cache: (cache.name, cache.id)))
     memory, disk = (sum(getattr(cache, tier) for cache in caches) for tier in ("memory", "disk"))
     return SessionReport(session, in_use, memory, disk, caches)
@@ -152,11 +152,8 @@ def report_jobs() -> list[CacheReport]:
     for entry in catalog.entries():
         if not entry.alive or entry.at is None:
             continue
-        with (
-            contextlib.suppress(SegmentError),  # it has ended meanwhile
-            contextlib.closing(Segment.attach(address_of(entry))) as segment,
-        ):
-            found.append(replace(_numbers_of(segment, entry.pid, entry.name), in_use=True))
+        with contextlib.suppress(SegmentError):  # it has ended meanwhile
+            found.append(replace(_counts_of(address_of(entry), entry.pid, entry.name), in_use=True))
     return found
 
 
@@ -170,16 +167,19 @@ def _with_quota(cache: CacheReport, quota: Quota, file: str) -> CacheReport:
     return replace(cache, in_use=in_use, pinned=quota.is_pinned(row), limit=limit)
 
 
-def _counts_of(folder: int, file: str) -> CacheReport:
-    number = id_of(file)
+def _cache_in(folder: int, file: str) -> CacheReport:
     try:
-        with contextlib.closing(Segment.attach(f"/proc/self/fd/{folder}/{file}")) as segment:
-            return _numbers_of(segment, number, file)
+        return _counts_of(f"/proc/self/fd/{folder}/{file}", id_of(file), file)
     except SegmentError as error:
-        return CacheReport(number, file, state=str(error))
+        return CacheReport(id_of(file), file, state=str(error))
 
 
-def _numbers_of(segment: Segment, number: int, name: str) -> CacheReport:
+def _counts_of(where: str | Address, number: int, name: str) -> CacheReport:
+    with contextlib.closing(Segment.attach(where)) as segment:
+        return _counted(segment, where, number, name)
+
+
+def _counted(segment: Segment, where: str | Address, number: int, name: str) -> CacheReport:
     live = segment.live
     words = segment.used_index
     words = words[words >= PRESENT]
@@ -193,7 +193,7 @@ def _numbers_of(segment: Segment, number: int, name: str) -> CacheReport:
         cached=len(words),
         spilled=int(np.count_nonzero(words & ON_DISK)),
         memory=segment.taken,
-        disk=_disk_bytes(segment),
+        disk=_disk_bytes(segment, where),
         limit=int(live[Live.LIMIT]),
         mean_bytes=sums[Slot.STORED_BYTES] / len(words) if len(words) else 0.0,
         hits=sums[Slot.HITS],
@@ -207,14 +207,26 @@ def _numbers_of(segment: Segment, number: int, name: str) -> CacheReport:
     )
 
 
-def _disk_bytes(segment: Segment) -> int:
+def _disk_bytes(segment: Segment, where: str | Address) -> int:
     """Bytes that a cache's records have taken on disk."""
-    said = segment.metadata.get("spill")
-    if not isinstance(said, dict) or not isinstance(said.get("path"), str):
-        return 0
-    with contextlib.suppress(SegmentError), contextlib.closing(Segment.attach(said["path"])) as second:
-        return second.taken
+    with contextlib.suppress(SegmentError), _second_of(segment, where) as second:
+        return second.taken if second is not None else 0
     return 0
+
+
+@contextlib.contextmanager
+def _second_of(segment: Segment, where: str | Address) -> Iterator[Segment | None]:
+    """Attach to what a cache has on disk, for a block; None if it spills nothing.
+
+    Raises:
+        SegmentError: it is gone, or damaged.
+    """
+    said = segment.metadata.get("spill")
+    if not isinstance(said, dict):
+        yield None
+        return
+    with contextlib.closing(attach_second(where, said)) as second:
+        yield second
 
 
 def _processes(segment: Segment) -> int:
@@ -234,23 +246,15 @@ class CheckedCache:
         name: its name.
         owner: ``process 123``, or ``session NAME``.
         state: ``ok``, ``damaged``, ``dead`` (no process holds it; ``hotset gc`` frees it), ``out of reach``.
-        samples: length of its dataset; 0 if it could not be opened.
-        cached: how many of them it holds.
-        bytes: memory that it has taken for them.
-        disk: bytes that it has spilled.
-        limit: memory that it may take.
         problems: a sentence for each.
+        counts: what it holds; None if it could not be opened.
     """
 
     name: str
     owner: str
     state: str
-    samples: int = 0
-    cached: int = 0
-    bytes: int = 0
-    disk: int = 0
-    limit: int = 0
     problems: tuple[str, ...] = ()
+    counts: CacheReport | None = None
 
 
 def check_caches() -> Iterator[CheckedCache]:
@@ -267,9 +271,11 @@ def check_caches() -> Iterator[CheckedCache]:
                 yield CheckedCache(file, f"session {number}", "dead")
                 continue
             seen = _check(f"{folder}/{file}", file, f"session {known[number].name}")
+            counts = seen.counts
+            if counts is not None:  # it has address space for more, as a session may be resized
+                seen = replace(seen, counts=replace(counts, limit=min(counts.limit, known[number].memory)))
             if seen.state != "damaged" or os.path.exists(f"{folder}/{file}"):  # else destroyed meanwhile
-                # It has address space for more, as a session may be resized.
-                yield replace(seen, limit=min(seen.limit, known[number].memory))
+                yield seen
 
 
 def _private(entry: ListedCache) -> CheckedCache:
@@ -281,10 +287,7 @@ def _private(entry: ListedCache) -> CheckedCache:
         return CheckedCache(name, owner, "dead")
     if entry.at is None:
         return CheckedCache(name, owner, "out of reach")
-    try:
-        seen = _check(address_of(entry), name, owner)
-    except SegmentError as error:
-        seen = CheckedCache(name, owner, "damaged", problems=(str(error),))
+    seen = _check(address_of(entry), name, owner)
     # The process that had it open may have ended since it was listed: that is not damage.
     gone = seen.state == "damaged" and not os.path.exists(entry.path or "")
     return CheckedCache(name, owner, "out of reach") if gone else seen
@@ -295,40 +298,23 @@ def _check(where: str | Address, name: str, owner: str) -> CheckedCache:
         segment = Segment.attach(where)
     except SegmentError as error:
         return CheckedCache(name, owner, "damaged", problems=(str(error),))
-    try:
+    with contextlib.closing(segment):
         live = segment.live
         if live[Live.INVALIDATED] == DESTROYED:  # a process died while removing it, or is at it
             return CheckedCache(name, owner, "dead")
-        disk, spilled = _check_spilled(where, segment)
+        counts = _counted(segment, where, 0, name)
+        spilled = _spill_problems(segment, where)
         problems = (*check_segment(segment), *spilled)
         if problems and live[Live.INVALIDATED] == DESTROYED:  # while it was read here
             return CheckedCache(name, owner, "dead")
-        return CheckedCache(
-            str(segment.metadata.get("name", name)),
-            owner,
-            "damaged" if problems else "ok",
-            samples=segment.samples,
-            cached=int((segment.used_index >= PRESENT).sum()),
-            bytes=segment.taken,
-            disk=disk,
-            limit=int(live[Live.LIMIT]),
-            problems=problems,
-        )
-    finally:
-        segment.close()
+        return CheckedCache(counts.name, owner, "damaged" if problems else "ok", problems, counts)
 
 
-def _check_spilled(where: str | Address, segment: Segment) -> tuple[int, list[str]]:
-    """Verify what a cache has on disk; returns its bytes, and a sentence for each problem."""
-    said = segment.metadata.get("spill")
-    if not isinstance(said, dict):
-        return 0, []
+def _spill_problems(segment: Segment, where: str | Address) -> list[str]:
+    """Verify what a cache has on disk; returns a sentence for each problem."""
     try:
-        second = attach_second(where, said)
+        with _second_of(segment, where) as second:
+            return [*check_segment(second), *check_tiers(segment, second)] if second is not None else []
     except SegmentError as error:
         # A private cache's second tier has no name, and ends with its processes: that is not damage.
-        return 0, [str(error)] if "path" in said else []
-    try:
-        return second.taken, [*check_segment(second), *check_tiers(segment, second)]
-    finally:
-        second.close()
+        return [str(error)] if "path" in segment.metadata["spill"] else []

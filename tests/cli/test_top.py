@@ -30,6 +30,7 @@ import hotset
 from hotset.cli.top import frame, top
 from hotset.errors import HotsetError
 from hotset.server.pidfile import Place, claim
+from hotset.session.reports import report_jobs
 
 
 def status(sessions: list[dict[str, Any]], **changed: Any) -> dict[str, Any]:
@@ -290,3 +291,12 @@ def test_a_jobs_speed_is_that_since_the_look_before(runtime: Path) -> None:
         assert float(row.cells["samples/s"].replace(",", "")) > 0
         (row,) = jobs.rows()
         assert row.cells["samples/s"] == "0"
+
+
+def test_what_a_job_has_on_disk_is_counted(runtime: Path, tmp_path: Path) -> None:
+    rows = TensorDataset(torch.zeros(512, 1024))
+    with hotset.cache(rows, memory="1MiB", spill=str(tmp_path)) as cached:
+        list(hotset.DataLoader(cached, batch_size=64))
+        (job,) = report_jobs()
+        assert job.cached == 512
+        assert job.disk >= job.spilled * 4096 > 0

@@ -454,7 +454,8 @@ def test_samples_of_any_shape_stay_under_the_limit() -> None:
     held = int((cache.aux_array == 1).sum())
     assert 100 < held < 1000
     (report,) = reports.check_caches()
-    assert 250_000 < report.bytes <= report.limit <= 300_000
+    assert report.counts is not None
+    assert 250_000 < report.counts.memory <= report.counts.limit <= 300_000
     for i in range(1000):
         found = cache.get_slot(i)
         assert found is None or same(found, molecule(i, 200))
