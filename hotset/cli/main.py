@@ -422,19 +422,19 @@ def pin_cache(
     off: Annotated[bool, typer.Option("--off", help="Unpin the cache: it may be dropped again.")] = False,
 ) -> None:
     """Pin a cache: it stays while no job uses it, even if other caches need the memory."""
-    from hotset.cli import session
+    from hotset.session import reclaim, sessions
 
-    found = printable(session.pin(name, cache, pinned=not off))
+    found = printable(reclaim.pin(sessions.find(name), cache, not off))
     typer.echo(f"Unpinned {found}: unused, it is dropped for others." if off else f"Pinned {found}.")
 
 
 @session_app.command("destroy")
 def destroy_session(name: Which) -> None:
     """Destroy a session. Jobs that use it read from their source from then on."""
-    from hotset.cli import session
+    from hotset.session import sessions
     from hotset.units import format_bytes
 
-    typer.echo(f"Destroyed session {printable(name)}; {format_bytes(session.destroy(name))} freed.")
+    typer.echo(f"Destroyed session {printable(name)}; {format_bytes(sessions.destroy(name))} freed.")
 
 
 cluster_app = typer.Typer(help="Sessions that several machines share.", no_args_is_help=True)

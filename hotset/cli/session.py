@@ -1,4 +1,4 @@
-"""``hotset session``: create, list, show, resize and destroy sessions, and pin their caches.
+"""``hotset session``: create, list, show and resize sessions, as the API answers and as text.
 
 If a server runs, it owns a new session and destroys it when it stops. Without a server no process owns the
 session, which lasts until it is destroyed, expires, or the machine is switched off. Everything else is the
@@ -17,19 +17,17 @@ from rich.text import Text
 from hotset._warnings import printable
 from hotset.cli.client import client
 from hotset.cli.server import the_port
-from hotset.server.parsing import parse_memory, parse_seconds
+from hotset.server.parsing import parse_seconds
 from hotset.server.pidfile import running
 from hotset.server.views import resized_view, session_view
-from hotset.session import reclaim, reports, sessions
+from hotset.session import reports, sessions
 from hotset.units import format_bytes
 
 __all__ = [
     "console",
     "create",
     "describe",
-    "destroy",
     "list_all",
-    "pin",
     "print_status",
     "resize",
     "resized_text",
@@ -58,7 +56,7 @@ def create(
         return made
     session = sessions.create(
         name,
-        memory=None if memory is None else parse_memory(memory),
+        memory=memory,
         spill=spill,
         ttl=None if ttl is None else parse_seconds(ttl),
         persist=persist,
@@ -80,22 +78,13 @@ def show(which: str) -> dict[str, Any]:
     return session_view(reports.report(sessions.find(which)))
 
 
-def destroy(which: str) -> int:
-    """Destroy a session, by name or number; return the bytes freed.
-
-    Raises:
-        SessionError: there is none.
-    """
-    return sessions.destroy(sessions.find(which))
-
-
 def resize(which: str, memory: str) -> dict[str, Any]:
     """Change a session's memory limit; return the outcome, as the API shows it.
 
     Raises:
         HotsetError: there is no such session, or it cannot have that limit.
     """
-    return resized_view(sessions.resize(sessions.find(which), parse_memory(memory)))
+    return resized_view(sessions.resize(which, memory))
 
 
 def resized_text(found: dict[str, Any]) -> str:
@@ -113,15 +102,6 @@ def resized_text(found: dict[str, Any]) -> str:
             "samples are added until it holds less."
         )
     return "\n".join(lines)
-
-
-def pin(which: str, cache: str, *, pinned: bool) -> str:
-    """Pin or unpin a cache of a session; return the cache's name.
-
-    Raises:
-        SessionError: there is no such session or cache.
-    """
-    return reclaim.pin(sessions.find(which), cache, pinned)
 
 
 def sessions_table(found: list[dict[str, Any]]) -> Table:

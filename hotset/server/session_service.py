@@ -21,7 +21,7 @@ import hotset
 from hotset._warnings import printable
 from hotset.errors import HotsetError, SessionError
 from hotset.server.options import Options
-from hotset.server.parsing import parse_memory, parse_seconds
+from hotset.server.parsing import parse_seconds
 from hotset.server.pidfile import Place
 from hotset.server.views import resized_view, session_view
 from hotset.session import catalog, recovery, reports, server_quota, sessions
@@ -126,15 +126,14 @@ class SessionService:
             Refusal: 409 for a name that is taken or a server that is ending.
             HotsetError: it cannot be created as requested.
         """
-        memory, ttl = wanted.get("memory"), wanted.get("ttl")
-        name = wanted.get("name")
+        name, ttl = wanted.get("name"), wanted.get("ttl")
         with self._changing:
             if self._ended:
                 raise Refusal(409, "The server is stopping and creates no more sessions; start it again.")
             try:
                 session = sessions.create(
                     name,
-                    memory=None if memory is None else parse_memory(memory),
+                    memory=wanted.get("memory"),
                     spill=_folder(wanted.get("spill", self.options.spill)),
                     ttl=None if ttl is None else parse_seconds(ttl),
                     persist=bool(wanted.get("persist", False)),
@@ -153,9 +152,8 @@ class SessionService:
             Refusal: there is none.
             HotsetError: it cannot have that limit.
         """
-        amount = parse_memory(memory)
         with self._changing:
-            resized = sessions.resize(self.find(which), amount)
+            resized = sessions.resize(self.find(which), memory)
         session = resized.session
         _log.info("session %s (%d) may hold %d bytes", session.name, session.number, session.memory)
         return resized_view(resized)

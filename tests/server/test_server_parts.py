@@ -34,7 +34,7 @@ from hotset.server.daemon import Housekeeper
 from hotset.server.history import History
 from hotset.server.metrics import Metrics
 from hotset.server.options import Options
-from hotset.server.parsing import parse_memory, parse_seconds, parse_share
+from hotset.server.parsing import parse_seconds, parse_share
 from hotset.server.request_auth import LARGEST_BODY, Guard, content_policy
 from hotset.server.session_service import Refusal, SessionService
 from hotset.server.views import SessionView, session_view
@@ -461,13 +461,6 @@ def test_shares_that_are_none(amount: str) -> None:
 def test_times_that_are_none(time: float | str) -> None:
     with pytest.raises(ArgumentError):
         parse_seconds(time)
-
-
-def test_memory_that_no_machine_has() -> None:
-    assert parse_memory(0) == 0
-    for absurd in ("9" * 5000, str(1 << 62), 1 << 70):
-        with pytest.raises(ArgumentError):
-            parse_memory(absurd)
 
 
 @pytest.mark.parametrize(
