@@ -247,28 +247,26 @@ class TimeMonitor(Callback):
     """
 
     def __init__(self) -> None:
-        self._began: tuple[float, int] | None = None
-        self._took: tuple[float, int] | None = None
+        self._began, self._first = 0.0, 0
+        self._took: float | None = None
 
     def on_epoch_begin(self, run: RunState) -> None:
-        self._began, self._took = (time.perf_counter(), run.step), None
+        self._began, self._first, self._took = time.perf_counter(), run.step, None
 
     def on_eval_begin(self, run: RunState) -> None:
         self._stop(run)
 
     def on_epoch_end(self, run: RunState) -> None:
-        self._stop(run)
-        if self._took is not None:
-            seconds, steps = self._took
-            each = seconds / max(steps, 1)
-            print(f"Train epoch time: {seconds * 1e3:.3f} ms, per step time: {each * 1e3:.3f} ms", flush=True)
+        seconds = self._stop(run)
+        each = seconds / max(run.step - self._first, 1)
+        print(f"Train epoch time: {seconds * 1e3:.3f} ms, per step time: {each * 1e3:.3f} ms", flush=True)
 
-    def _stop(self, run: RunState) -> None:
-        if self._began is not None:
-            began, first = self._began
+    def _stop(self, run: RunState) -> float:
+        """The seconds that the epoch's training took, until this was called first."""
+        if self._took is None:
             _ = run.loss
-            self._took = (time.perf_counter() - began, run.step - first)
-            self._began = None
+            self._took = time.perf_counter() - self._began
+        return self._took
 
 
 class EarlyStopping(Callback):
