@@ -57,9 +57,9 @@ class PeerStats:
     why: str = ""
 
     @property
-    def latency(self) -> float:
-        """Mean seconds from asking to the answer being there; 0 before the first."""
-        return self.seconds / self.answers if self.answers else 0.0
+    def latency(self) -> float | None:
+        """Mean seconds from asking to the answer being there; None before the first."""
+        return self.seconds / self.answers if self.answers else None
 
 
 _COUNTED = [field.name for field in fields(PeerStats) if field.name not in ("seconds", "why")]

@@ -46,9 +46,7 @@ _CLEAR_SECONDS = 0.5
 def cache_of(store: Store, fingerprint: bytes) -> CacheIdentity:
     """What machines must agree on about a store's cache."""
     schema = store.schema
-    return CacheIdentity.of(
-        fingerprint, samples=len(store), stride=schema.stride, schema=[schema.to_json(), None]
-    )
+    return CacheIdentity.of(fingerprint, samples=len(store), stride=schema.stride, schema=schema.to_json())
 
 
 class StoreService:

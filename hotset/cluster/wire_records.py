@@ -78,7 +78,7 @@ class CacheIdentity:
     @classmethod
     def of(cls, fingerprint: bytes, *, samples: int, stride: int, schema: Any) -> CacheIdentity:
         """Describe a cache; ``schema`` is of JSON's types."""
-        said = json.dumps([fmt.VERSION, samples, stride, schema, False], sort_keys=True).encode()
+        said = json.dumps([fmt.VERSION, samples, stride, schema], sort_keys=True).encode()
         layout = hashlib.blake2b(said, digest_size=16).digest()
         return cls(fingerprint, layout, samples, stride)
 

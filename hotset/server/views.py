@@ -153,7 +153,7 @@ def _machine(machine: Machine) -> MachineView:
         me=False,
         received=traffic.received,
         bytes=traffic.bytes,
-        latency=traffic.latency if traffic.answers else None,
+        latency=traffic.latency,
         stored=traffic.stored,
         unsound=traffic.unsound,
         failures=traffic.failures,
