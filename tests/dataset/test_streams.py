@@ -119,6 +119,30 @@ class Rarely(Numbers):
         return lambda: float(torch.rand((), generator=generator))
 
 
+class Seeded(Numbers):
+    """Draws for each sample from a generator that it seeds anew in each run; each run is slower."""
+
+    pause = 0.0
+
+    def __iter__(self) -> Iterator[Any]:
+        Seeded.pause *= 2
+        generator = np.random.default_rng(3)
+        for number in share(self.count):
+            time.sleep(Seeded.pause)
+            yield torch.full(self.shape, generator.random()), number
+
+
+class OfFile(IterableDataset[Any]):
+    """Each run gives the lines of a file, by the file itself, which the stream holds open."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open()
+
+    def __iter__(self) -> Iterator[str]:
+        self.file.seek(0)
+        return iter(self.file)
+
+
 class Slower(Numbers):
     """Each run takes longer than the one before."""
 
@@ -326,6 +350,13 @@ class TestFirstPass:
             stream.fails_at = -1
             assert values(loader) == list(range(N))
             assert len(cached) == N
+
+    def test_a_file_that_a_run_gives_its_samples_by_stays_open(self, tmp_path: Path) -> None:
+        (tmp_path / "lines").write_text("".join(f"line {number}\n" for number in range(N)))
+        lines = OfFile(tmp_path / "lines")
+        with hotset.cache(lines, memory="1MiB", key="lines") as stream, lines.file:
+            for _ in range(2):
+                assert list(hotset.DataLoader(stream, batch_size=None)) == list(lines)
 
     @pytest.mark.parametrize("workers", [0, 2])
     def test_two_loaders_over_one_stream_at_once(self, workers: int) -> None:
@@ -1094,6 +1125,17 @@ class TestOtherSamples:
         assert len(stream) == N
         equal_batches(quiet(hotset.DataLoader(stream, batch_size=4)), first)
         stream.close()
+
+    @pytest.mark.parametrize(("count", "pause"), [(N, 0.0), (300, 0.0), (150, 0.005)])
+    def test_what_a_run_draws_from_a_seed_is_recorded(
+        self, count: int, pause: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whether the look at it ends with the stream, after its most samples, or after its time."""
+        monkeypatch.setattr(Seeded, "pause", pause)
+        with hotset.cache(Seeded(count), memory="10MiB") as stream:
+            monkeypatch.setattr(Seeded, "pause", 0.0)
+            stream.fill()
+            assert stream.recorded
 
     @pytest.mark.parametrize("size", [8, 7], ids=["last of its batch", "first of its batch"])
     def test_rare_draws_are_not_frozen(self, size: int) -> None:

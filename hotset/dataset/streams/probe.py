@@ -23,7 +23,6 @@ common.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import hashlib
@@ -120,13 +119,14 @@ class _Run(NamedTuple):
         read: the samples.
         seconds: the mean time that reading one took.
         entropy: whether entropy was taken after the first one.
-        states: of the generators that the run itself holds.
+        states: of the generators that the run itself holds, after the first sample; and after the last one
+            that was read, unless the run had come to its end and holds nothing any more.
     """
 
     read: list[_Sample]
     seconds: float
     entropy: bool
-    states: list[Any]
+    states: list[list[Any]]
 
     @property
     def digests(self) -> list[bytes]:
@@ -203,7 +203,7 @@ def _compared(name: str, first: _Run, second: _Run, moved: bool) -> tuple[str, s
     if _are_alike(first, second):
         note = f"two runs of the stream began with the same {len(second.read):,} samples"
         took_entropy = first.entropy or second.entropy
-        facts = StreamFacts(draws=moved, entropy=took_entropy, own=_differ(first.states, second.states))
+        facts = StreamFacts(draws=moved, entropy=took_entropy, own=_differ(first, second))
         return note if moved else f"{note}, and nothing was drawn", None, facts
     if (seen := _others(first.read, second.read)) is not None:
         raise NotCacheable(
@@ -264,6 +264,7 @@ def _first_samples(stream: Any, most: int = _SAMPLES) -> _Run:
     found: list[_Sample] = []
     begun = before = time.perf_counter()
     spent, taken = 0.0, 0
+    states: list[list[Any]] = []
     samples = run(stream)
     while len(found) < most and (len(found) < 2 or before - begun < _SECONDS):
         try:
@@ -283,12 +284,19 @@ def _first_samples(stream: Any, most: int = _SAMPLES) -> _Run:
         found.append(_Sample(kept, whole.digest(), parts))
         if len(found) == 1:  # the run has seeded what it seeds
             taken = entropy.taken()
+            states.append(_states(samples, stream))
         before = time.perf_counter()
-    states = list(Generators(held_by_run(samples, stream)).states().values())
+    else:
+        states.append(_states(samples, stream))
     took = bool(found) and entropy.taken() != taken
-    with contextlib.suppress(AttributeError):
-        samples.close()  # type: ignore[attr-defined]
-    return _Run(found, spent / max(len(found), 1), took, states[len(GLOBAL) :])
+    if isinstance(samples, types.GeneratorType):  # another iterator may be the stream's own, such as its file
+        samples.close()
+    return _Run(found, spent / max(len(found), 1), took, states)
+
+
+def _states(samples: Iterator[Any], stream: Any) -> list[Any]:
+    """The states of the generators that a run holds."""
+    return list(Generators(held_by_run(samples, stream)).states().values())[len(GLOBAL) :]
 
 
 def held_by_run(samples: Iterator[Any], stream: Any) -> list[Any]:
@@ -317,9 +325,13 @@ def held_by_run(samples: Iterator[Any], stream: Any) -> list[Any]:
     return [generator for generator in found if access(generator) is not None]
 
 
-def _differ(one: list[Any], other: list[Any]) -> bool:
-    """Whether generators that two runs made for themselves have other states."""
-    return [content_digests(each) for each in one] != [content_digests(each) for each in other]
+def _differ(one: _Run, other: _Run) -> bool:
+    """Whether generators that two runs made for themselves had other states at the same sample."""
+    places = None if len(one.read) == len(other.read) else 1  # the slower run was read less far
+    return any(
+        [content_digests(each) for each in states] != [content_digests(each) for each in others]
+        for states, others in zip(one.states[:places], other.states[:places], strict=False)
+    )
 
 
 def _are_batches(samples: list[Any], size: int) -> bool:
