@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hotset.cluster.membership import Member
@@ -107,6 +108,16 @@ class HeartbeatReply(NamedTuple):
     clears: dict[str, int]
 
 
+@dataclass
+class _Machine:
+    """A machine that sends heartbeats: the last one, and by the clock, when that came and the first one."""
+
+    beat: Heartbeat
+    heard_at: float
+    came_at: float
+    has_joined: bool = False
+
+
 class Directory:
     """The directory of one session.
 
@@ -120,8 +131,7 @@ class Directory:
         self._expected, self._clock = expected, clock
         self._begun = clock()
         self._has_gathered, self._patience = False, _GATHERING
-        self._beats: dict[str, tuple[float, Heartbeat]] = {}
-        self._joined: dict[str, float | None] = {}  # when each has come; None once it has joined
+        self._machines: dict[str, _Machine] = {}  # by name
         self._last: tuple[Member, ...] = ()
         self._former: tuple[Member, ...] = ()
         self._changed_at = self._begun
@@ -131,16 +141,16 @@ class Directory:
 
     def beat(self, beat: Heartbeat) -> HeartbeatReply:
         """Take a machine's heartbeat, and reply with what the machine does not know."""
-        now, name, there = self._clock(), beat.member.name, set(beat.caches)
-        self._beats[name] = now, beat
+        now, there = self._clock(), set(beat.caches)
+        machine = self._machines.setdefault(beat.member.name, _Machine(beat, now, now))
+        machine.beat, machine.heard_at = beat, now
         self._drop_silent(now)
         for described in beat.news:
             self.publish(described)
         for meeting, clears in beat.clears.items():
             self._clears[meeting] = max(clears, self._clears.get(meeting, 0))
-        self._joined.setdefault(name, now)
         self._let_join(now)
-        keys = {known: other.member.key for known, (_, other) in self._beats.items()}
+        keys = {name: other.beat.member.key for name, other in self._machines.items()}
         caches = tuple(cache for meeting, cache in self._caches.items() if meeting not in there)
         members = self.members()
         if members is not None and _weights(members) != _weights(self._last):
@@ -155,49 +165,45 @@ class Directory:
         return {meeting: count for meeting, count in self._clears.items() if count > known.get(meeting, 0)}
 
     def _drop_silent(self, now: float) -> None:
-        silences = {name: now - when for name, (when, _) in self._beats.items()}
-        silent = [name for name, seconds in silences.items() if seconds > SILENT]
+        silent = [name for name, one in self._machines.items() if now - one.heard_at > SILENT]
         if not silent:
             return
         # Machines that fell silent together are found silent one after the other, within a second.
-        quiet = [silences[name] > SILENT / 2 for name, come in self._joined.items() if come is None]
+        quiet = [now - one.heard_at > SILENT / 2 for one in self._machines.values() if one.has_joined]
         if 2 * sum(quiet) > len(quiet):  # rather the directory was cut off: gather the machines anew
             self._has_gathered, self._begun, self._patience = False, now, _CUT_OFF
         for gone in silent:
-            del self._beats[gone], self._joined[gone]
+            del self._machines[gone]
 
     def _let_join(self, now: float) -> None:
         """Note which machines have joined: one that is asked too early refuses, and users are warned."""
-        for name, come in self._joined.items():
-            if come is not None:
-                beat = self._beats[name][1]
-                ready = set(beat.caches) >= set(self._caches)
-                known = all(name in other.knows for _, other in self._beats.values())
-                in_time = (ready and known) or now - come > PREPARING
-                if in_time and not set(beat.caches) & set(self._not_cleared(beat)):
-                    self._joined[name] = None
+        for name, machine in self._machines.items():
+            if not machine.has_joined:
+                caches = set(machine.beat.caches)
+                known = all(name in other.beat.knows for other in self._machines.values())
+                is_due = (known and caches >= set(self._caches)) or now - machine.came_at > PREPARING
+                machine.has_joined = is_due and not caches & set(self._not_cleared(machine.beat))
 
     def members(self) -> tuple[Member, ...] | None:
         """The machines that have joined, by name; None while they are being gathered."""
         if not self._has_gathered:
-            joined = sum(come is None for come in self._joined.values())
+            joined = sum(machine.has_joined for machine in self._machines.values())
             all_here = 0 < self._expected() <= joined
             if not all_here and self._clock() - self._begun < self._patience:
                 return None
             self._has_gathered = True
-        there = (beat.member for _, beat in self._beats.values())
-        return tuple(sorted(member for member in there if self._joined[member.name] is None))
+        return tuple(sorted(one.beat.member for one in self._machines.values() if one.has_joined))
 
     def lack(self, meeting: str) -> int:
         """How many machines lack their part of a cache."""
-        return sum(meeting not in beat.caches for _, beat in self._beats.values())
+        return sum(meeting not in machine.beat.caches for machine in self._machines.values())
 
     def status(self) -> list[dict[str, Any]]:
         """Each machine's counters, with the seconds since it beat last."""
         now = self._clock()
         return [
-            {**beat.member._asdict(), **beat.status, "silent": now - when}
-            for when, beat in sorted(self._beats.values(), key=lambda known: known[1].member.name)
+            {**machine.beat.member._asdict(), **machine.beat.status, "silent": now - machine.heard_at}
+            for _, machine in sorted(self._machines.items())
         ]
 
     def plan(self, meeting: str, who: str) -> Described | bool:

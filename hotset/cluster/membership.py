@@ -202,7 +202,7 @@ def _parsed(said: Any) -> Membership:
 
 
 def _member(said: Any) -> Member:
-    name, host, endpoint, key, capacity, *_, patience = said
+    name, host, endpoint, key, capacity, patience = said
     return Member(str(name), str(host), str(endpoint), str(key), int(capacity), float(patience))
 
 

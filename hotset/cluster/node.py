@@ -62,6 +62,7 @@ def fingerprint_of(about: dict[str, Any]) -> bytes:
 class _Part(NamedTuple):
     """This machine's part of a cache, as its node has it."""
 
+    described: Described
     use: SessionCacheHandle
     service: StoreService
 
@@ -96,7 +97,6 @@ class Node:
         self._membership = known
         self._beat = beat
         self._services = StoreServices()
-        self._caches: dict[str, Described] = {}
         self._wanted: tuple[str, ...] = ()
         self._parts: dict[str, _Part] = {}  # by meeting
         members = known.members if known is not None else ()
@@ -197,7 +197,7 @@ class Node:
             if part.service.store.segment.live[Live.INVALIDATED] == DESTROYED:
                 self._services.drop(part.service.cache.fingerprint)
                 part.use.close()
-                del self._parts[meeting], self._caches[meeting]
+                del self._parts[meeting]
             elif now - part.service.asked < _UNASKED_SECONDS:
                 part.use.join()
             else:
@@ -215,33 +215,28 @@ class Node:
         if self._membership is not None:
             write_membership(session.number, self._membership)
         self.session = session
-        caches, self._caches = self._caches, {}
+        parts, self._parts = self._parts, {}
         self._services.retire()
-        for part in self._parts.values():
+        for part in parts.values():
             part.use.close()
-        self._parts.clear()
-        for described in caches.values():
+        for part in parts.values():
             with contextlib.suppress(Exception):
-                self._make(described)  # else the directory says with the next beat that it is missing
+                self._make(part.described)  # else the directory says with the next beat that it is missing
         self.member = self.member._replace(capacity=self._capacity())
 
     def _exchange(self) -> None:
         self._apply(self._beat(self._heartbeat()))
 
     def _heartbeat(self) -> Heartbeat:
-        news = tuple(self._caches[meeting] for meeting in self._wanted if meeting in self._caches)
-        clears = {meeting: self._services[mark].clears for meeting, mark in self._marks().items()}
+        parts = self._parts
+        news = tuple(parts[meeting].described for meeting in self._wanted if meeting in parts)
+        clears = {meeting: part.service.clears for meeting, part in parts.items()}
         try:
             status = self.status()
         except Exception as error:  # counters are for people: machines hear of each other without them
             served = asdict(self._server.served)
             status = {"pid": os.getpid(), "served": served, "error": _described(error)}
-        return Heartbeat(self.member, frozenset(self._knows), tuple(self._caches), news, clears, status)
-
-    def _marks(self) -> dict[str, bytes]:
-        """The fingerprints of the caches that are served here, by their meetings."""
-        marks = {meeting: fingerprint_of(described.about) for meeting, described in self._caches.items()}
-        return {meeting: mark for meeting, mark in marks.items() if mark in self._services}
+        return Heartbeat(self.member, frozenset(self._knows), tuple(parts), news, clears, status)
 
     def _apply(self, heard: HeartbeatReply) -> None:
         # First: with the next beat this node says which keys it lets in, and is asked from then on.
@@ -251,12 +246,12 @@ class Node:
         for described in heard.caches:
             with contextlib.suppress(Exception):  # of types that this process cannot import, say
                 self._make(described)
-        marks = self._marks()
         for meeting, clears in heard.clears.items():
+            part = self._parts.get(meeting)
             # The machine that clears may have asked this one meanwhile; a clear that fails comes again.
-            if meeting in marks and (service := self._services[marks[meeting]]).clears < clears:
+            if part is not None and part.service.clears < clears:
                 with contextlib.suppress(Exception):
-                    service.clear(clears)
+                    part.service.clear(clears)
         if heard.members is None:
             return
         membership = Membership(self._me, self._keys, heard.members, heard.former)
@@ -310,10 +305,9 @@ class Node:
         assert isinstance(use, SessionCacheHandle)
         store.filler.ahead = True
         store.allocator.allowance, store.allocator.knob = use, "the session's `--memory`"
-        self._caches[described.meeting] = described
         service = StoreService(store, fingerprint_of(described.about))
         self._services.add(service)
-        self._parts[described.meeting] = _Part(use, service)
+        self._parts[described.meeting] = _Part(described, use, service)
 
 
 def _described(error: Exception) -> str:
