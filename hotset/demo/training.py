@@ -82,11 +82,6 @@ class EpochResult:
     samples: int
     losses: tuple[float, ...]
 
-    @property
-    def samples_per_second(self) -> float:
-        """Samples trained per second of the epoch."""
-        return self.samples / self.seconds
-
 
 @contextmanager
 def steady() -> Iterator[None]:

@@ -119,23 +119,19 @@ class ConfigValue:
 
     def number(self) -> float:
         """A number that a float32 can hold."""
-        if (
-            isinstance(self.value, bool)
-            or not isinstance(self.value, (int, float))
-            or not abs(self.value) < 1e38
-        ):
+        if not self._is_within(-1e38, 1e38):
             raise self.wrong("a number")
         return float(self.value)
 
     def fraction(self) -> float:
         """A number in [0, 1]."""
-        if (
-            isinstance(self.value, bool)
-            or not isinstance(self.value, (int, float))
-            or not 0 <= self.value <= 1
-        ):
+        if not self._is_within(0, 1):
             raise self.wrong("a fraction in [0, 1], not a percentage", "0.1 replaces 10 % of the samples")
         return float(self.value)
+
+    def _is_within(self, least: float, most: float) -> bool:
+        is_number = isinstance(self.value, (int, float)) and not isinstance(self.value, bool)
+        return is_number and least <= self.value <= most
 
     def filled(self, variables: Mapping[str, Any]) -> ConfigValue:
         """The same value with every ``{VAR}`` in its texts replaced, at any depth.
