@@ -405,6 +405,11 @@ def recorded() -> Iterator[list[warnings.WarningMessage]]:
         yield caught
 
 
+def descriptors() -> int:
+    """How many this process has open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
 def memory_files() -> set[str]:
     """Descriptors of anonymous memory files, as ``/proc/self/fd`` names them."""
     found = set()

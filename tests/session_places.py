@@ -46,5 +46,7 @@ def old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "_YOUNG_SECONDS", -1.0)
 
 
-def read_all(cached: Any, make: Callable[[int], Any], n: int = N) -> None:
+def read_all(cached: Any, make: Callable[[int], Any], n: int | None = None) -> None:
+    """Fail unless all samples, or the first ``n``, are what ``make`` gives."""
+    n = len(cached) if n is None else n
     equal_batches([cached[i] for i in range(n)], [make(i) for i in range(n)])

@@ -24,6 +24,7 @@ from sources import Samples
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import TensorDataset
+from training import one_thread
 
 import hotset
 from hotset.device.cuda_graph import CudaGraphs, Step, graphs_on
@@ -35,13 +36,7 @@ WARM_UP = 3
 EAGER = r"steps are run one kernel at a time, as the step cannot be one graph: "
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Steps this small lose a hundredfold to threads that wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+__all__ = ["one_thread"]  # a fixture of each test here
 
 
 @pytest.fixture(autouse=True)

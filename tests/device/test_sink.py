@@ -24,6 +24,7 @@ from samples import image_and_label
 from sinking import BATCH, PASS, STEPS, N, Training, features, loader_of, make_resumable, plain
 from sources import PlainError, RaisingKey, Samples
 from torch.utils.data import DataLoader, DistributedSampler
+from training import one_thread
 
 import hotset
 from hotset.device.gpu_cache import GpuCache
@@ -31,14 +32,7 @@ from hotset.device.queue import DeviceQueue
 from hotset.device.sink import Sink, data_sink
 from hotset.errors import ArgumentError, StateError
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Steps this small lose a hundredfold to threads that wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+__all__ = ["one_thread"]  # a fixture of each test here
 
 
 @pytest.fixture(params=[False, True], ids=["gathered", "live"])

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import eventually, rarely
+from helpers import descriptors, eventually, rarely
+from kills import die, in_child, lingering
 
 from hotset.errors import FolderError, HotsetWarning
 from hotset.session.catalog import CatalogHandle, entries, gc, register
@@ -53,12 +54,7 @@ print(json.dumps([gc(), [[entry.alive, entry.path] for entry in entries()]]))
 """
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "runtime"
-    folder.mkdir(mode=0o700)
-    monkeypatch.setenv("HOTSET_RUNTIME_DIR", str(folder))
-    return folder
+pytestmark = pytest.mark.usefixtures("runtime")
 
 
 @contextlib.contextmanager
@@ -90,22 +86,18 @@ def keep_listed() -> None:
     assert entries()[0].alive
 
 
-def make(folder: Path, file: str, content: str = "{}", *, age: float = 0) -> Path:
-    path = folder / file
+def make(runtime: Path, file: str, content: str = "{}", *, age: float = 0) -> Path:
+    path = runtime / file
     path.touch(mode=0o600)
     path.write_text(content)
     os.utime(path, (time.time() - age,) * 2)
     return path
 
 
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 # Listing
 
 
-def test_a_cache_is_listed_with_all_that_is_needed_to_reach_it(folder: Path) -> None:
+def test_a_cache_is_listed_with_all_that_is_needed_to_reach_it(runtime: Path) -> None:
     with process(OWN + "os.write(fd, b'its memory')" + WAIT, NONCE) as owner:
         (entry,) = entries()
         assert (entry.pid, entry.nonce, entry.name, entry.problem) == (owner.pid, NONCE, "owned", "")
@@ -114,11 +106,11 @@ def test_a_cache_is_listed_with_all_that_is_needed_to_reach_it(folder: Path) -> 
         assert entry.path == f"/proc/{owner.pid}/fd/{entry.fd}"
         assert Path(entry.path).read_bytes() == b"its memory"
         assert abs(entry.created - time.time()) < 600
-    assert os.listdir(folder) == [f"{NONCE}.json"]
-    assert (folder / f"{NONCE}.json").stat().st_mode & 0o777 == 0o600
+    assert os.listdir(runtime) == [f"{NONCE}.json"]
+    assert (runtime / f"{NONCE}.json").stat().st_mode & 0o777 == 0o600
 
 
-def test_the_path_is_not_given_when_the_descriptor_means_another_file_by_now(folder: Path) -> None:
+def test_the_path_is_not_given_when_the_descriptor_means_another_file_by_now(runtime: Path) -> None:
     fd = os.memfd_create("cache")
     own = register(Address(os.getpid(), fd, os.fstat(fd).st_ino, bytes.fromhex(NONCE)), "x")
     assert entries()[0].path
@@ -131,10 +123,10 @@ def test_the_path_is_not_given_when_the_descriptor_means_another_file_by_now(fol
     os.close(fd)
 
 
-def test_the_path_is_not_given_when_the_process_id_counts_in_another_namespace(folder: Path) -> None:
+def test_the_path_is_not_given_when_the_process_id_counts_in_another_namespace(runtime: Path) -> None:
     fd = os.memfd_create("cache")
     own = register(Address(os.getpid(), fd, os.fstat(fd).st_ino, bytes.fromhex(NONCE)), "x")
-    file = folder / f"{NONCE}.json"
+    file = runtime / f"{NONCE}.json"
     there = json.loads(file.read_text())
     file.write_text(json.dumps(there | {"pidns": there["pidns"] + 1}))
     assert entries()[0].path is None
@@ -160,7 +152,7 @@ def test_a_long_or_odd_label_is_no_obstacle() -> None:
 # Life and death
 
 
-def test_what_a_killed_owner_left_is_found_and_removed(folder: Path) -> None:
+def test_what_a_killed_owner_left_is_found_and_removed(runtime: Path) -> None:
     with process(OWN + WAIT, NONCE) as owner:
         assert gc() == []
         kill(owner)
@@ -171,7 +163,7 @@ def test_what_a_killed_owner_left_is_found_and_removed(folder: Path) -> None:
         assert NONCE in sentence
         assert "'owned'" in sentence
         assert str(owner.pid) in sentence
-    assert os.listdir(folder) == []
+    assert os.listdir(runtime) == []
 
 
 def test_a_stopped_owner_is_alive() -> None:
@@ -182,24 +174,24 @@ def test_a_stopped_owner_is_alive() -> None:
 
 
 @pytest.mark.parametrize("end", ["own.close()", "del own", "", "own.close(); own.close()"])
-def test_an_owner_that_ends_in_order_leaves_nothing(folder: Path, end: str) -> None:
+def test_an_owner_that_ends_in_order_leaves_nothing(runtime: Path, end: str) -> None:
     with process(OWN + WAIT + end, NONCE) as owner:
-        assert os.listdir(folder) == [f"{NONCE}.json"]
+        assert os.listdir(runtime) == [f"{NONCE}.json"]
         owner.communicate("\n")
         assert owner.returncode == 0
-    assert os.listdir(folder) == []
+    assert os.listdir(runtime) == []
 
 
 @pytest.mark.parametrize("method", rarely(["fork", "forkserver"], "forkserver"))
-def test_an_owner_that_multiprocessing_has_started_leaves_nothing(folder: Path, method: str) -> None:
+def test_an_owner_that_multiprocessing_has_started_leaves_nothing(runtime: Path, method: str) -> None:
     owner = multiprocessing.get_context(method).Process(target=keep_listed)
     owner.start()
     owner.join()
     assert owner.exitcode == 0
-    assert os.listdir(folder) == []
+    assert os.listdir(runtime) == []
 
 
-def test_a_cache_stays_listed_until_its_last_process_ends(folder: Path) -> None:
+def test_a_cache_stays_listed_until_its_last_process_ends(runtime: Path) -> None:
     with process(OWN + WAIT, NONCE) as owner, process(JOIN + WAIT, NONCE) as second:
         kill(owner)
         assert gc() == []
@@ -208,19 +200,19 @@ def test_a_cache_stays_listed_until_its_last_process_ends(folder: Path) -> None:
         assert entry.path is None
         second.communicate("\n")
         assert second.returncode == 0
-        assert os.listdir(folder) == []
+        assert os.listdir(runtime) == []
 
 
-def test_a_cache_whose_last_process_was_killed_is_stale(folder: Path) -> None:
+def test_a_cache_whose_last_process_was_killed_is_stale(runtime: Path) -> None:
     with process(OWN + WAIT, NONCE) as owner, process(JOIN + WAIT, NONCE) as second:
         owner.communicate("\n")
         assert gc() == []
         kill(second)
         assert len(gc()) == 1
-    assert os.listdir(folder) == []
+    assert os.listdir(runtime) == []
 
 
-def test_the_last_to_close_removes_the_file_and_the_others_do_not(folder: Path) -> None:
+def test_the_last_to_close_removes_the_file_and_the_others_do_not(runtime: Path) -> None:
     first = listed()
     second = CatalogHandle(NONCE, "x")
     assert second.join()
@@ -229,10 +221,10 @@ def test_the_last_to_close_removes_the_file_and_the_others_do_not(folder: Path) 
     assert not first.joined
     assert entries()[0].alive
     second.close()
-    assert os.listdir(folder) == []
+    assert os.listdir(runtime) == []
 
 
-def test_when_all_close_at_once_one_of_them_removes_the_file(folder: Path) -> None:
+def test_when_all_close_at_once_one_of_them_removes_the_file(runtime: Path) -> None:
     for _ in range(50):
         shares = [listed(), *(CatalogHandle(NONCE, "x") for _ in range(3))]
         assert all(share.join() for share in shares)
@@ -247,25 +239,25 @@ def test_when_all_close_at_once_one_of_them_removes_the_file(folder: Path) -> No
             thread.start()
         for thread in threads:
             thread.join()
-        assert os.listdir(folder) == []
+        assert os.listdir(runtime) == []
 
 
-def test_joining_what_is_gone_is_told(folder: Path) -> None:
+def test_joining_what_is_gone_is_told(runtime: Path) -> None:
     before = descriptors()
     assert not CatalogHandle(NONCE, "x").join()
     own = listed()
-    (folder / f"{NONCE}.json").chmod(0o666)
+    (runtime / f"{NONCE}.json").chmod(0o666)
     assert not CatalogHandle(NONCE, "x").join()
     own.close()
-    shutil.rmtree(folder)
+    shutil.rmtree(runtime)
     assert not CatalogHandle(NONCE, "x").join()
     assert descriptors() == before
 
 
 def test_who_joins_after_the_collector_looked_comes_too_late(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = make(folder, f"{NONCE}.json")
+    path = make(runtime, f"{NONCE}.json")
     before = descriptors()
 
     def late(fd: int, byte: int, shared: bool = False, length: int = 1) -> bool:
@@ -291,34 +283,22 @@ def test_a_pickle_carries_nonce_and_name_and_no_share() -> None:
 # Forks
 
 
-def in_child(body: Any) -> int:
-    """Run ``body`` in a forked child and return the child's exit status, 0 if it returned True."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        with contextlib.suppress(BaseException):
-            status = 0 if body() else 1
-        os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def test_a_forked_child_has_left_and_leaves_the_parents_share_alone(folder: Path) -> None:
+def test_a_forked_child_has_left_and_leaves_the_parents_share_alone(runtime: Path) -> None:
     own = listed()
 
-    def leave() -> bool:
-        left = not own.joined
+    def leave() -> None:
+        assert not own.joined
         own.close()
-        return left
 
-    assert in_child(leave) == 0
+    in_child(leave)
     assert own.joined
-    assert os.listdir(folder) == [f"{NONCE}.json"]
+    assert os.listdir(runtime) == [f"{NONCE}.json"]
     assert entries()[0].alive
     own.close()
 
 
 def test_a_child_forked_behind_pythons_back_does_not_drop_the_parents_share(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = listed()
     parent = os.getpid()
@@ -327,12 +307,12 @@ def test_a_child_forked_behind_pythons_back_does_not_drop_the_parents_share(
     keep = os.dup(own._share.value)
     own.close()
     assert locks.is_locked(other, 0)
-    assert os.listdir(folder) == [f"{NONCE}.json"]
+    assert os.listdir(runtime) == [f"{NONCE}.json"]
     os.close(other)
     os.close(keep)
 
 
-def test_a_forked_child_does_not_keep_its_dead_parents_cache_alive(folder: Path) -> None:
+def test_a_forked_child_does_not_keep_its_dead_parents_cache_alive(runtime: Path) -> None:
     fork = """
 import signal
 child = os.fork()
@@ -352,26 +332,15 @@ signal.pause()
             assert len(gc()) == 1
         finally:
             os.kill(child, signal.SIGKILL)
-    assert os.listdir(folder) == []
+    assert os.listdir(runtime) == []
 
 
 def test_a_forked_child_that_joined_keeps_the_cache_listed() -> None:
     own = listed()
-    ready, tell = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.write(tell, b"1" if own.join() else b"0")
-        signal.pause()
-    try:
-        assert os.read(ready, 1) == b"1"
+    with lingering(lambda: own.join() or die()):
         own.close()
         assert gc() == []
         assert entries()[0].alive
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        os.close(ready)
-        os.close(tell)
     assert len(gc()) == 1
 
 
@@ -394,34 +363,34 @@ def test_a_folder_that_cannot_be_used_is_one_warning(tmp_path: Path, monkeypatch
             look()
 
 
-def test_a_full_disk_is_one_warning_and_leaves_no_temporary_file(folder: Path) -> None:
+def test_a_full_disk_is_one_warning_and_leaves_no_temporary_file(runtime: Path) -> None:
     # A limit on the size of files stands for the full disk: the write fails, and the process lives.
     code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))" + OWN + "print(own.joined)"
     done = subprocess.run([sys.executable, "-c", code, NONCE], capture_output=True, text=True, timeout=200)
     assert done.stdout == "False\n"
     assert done.stderr.count("HotsetWarning") == 1
-    assert os.listdir(folder) == []
+    assert os.listdir(runtime) == []
 
 
 # What the collector removes, and what it does not
 
 
-def test_files_of_others_and_young_ones_are_left_alone(folder: Path) -> None:
+def test_files_of_others_and_young_ones_are_left_alone(runtime: Path) -> None:
     hour = 3600
     for file in ("notes.txt", "package.json", f"{NONCE.upper()}X.json", f"{NONCE}.json.bak", "0.new"):
-        make(folder, file, age=hour)
-    (folder / f"{NONCE}.json").mkdir()
-    (folder / f"{OTHER}.json").symlink_to(folder / "notes.txt")
-    make(folder, f"{NONCE}.00000000.new", "", age=1)
-    before = sorted(os.listdir(folder))
+        make(runtime, file, age=hour)
+    (runtime / f"{NONCE}.json").mkdir()
+    (runtime / f"{OTHER}.json").symlink_to(runtime / "notes.txt")
+    make(runtime, f"{NONCE}.00000000.new", "", age=1)
+    before = sorted(os.listdir(runtime))
     assert gc() == []
-    assert sorted(os.listdir(folder)) == before
+    assert sorted(os.listdir(runtime)) == before
     assert [entry.alive for entry in entries()] == [False, False]
     assert [entry.file for entry in entries() if "symlink" in entry.problem] == [f"{OTHER}.json"]
 
 
-def test_a_temporary_file_is_removed_when_it_is_old_and_nobody_holds_it(folder: Path) -> None:
-    path = make(folder, f"{NONCE}.00000000.new", "", age=3600)
+def test_a_temporary_file_is_removed_when_it_is_old_and_nobody_holds_it(runtime: Path) -> None:
+    path = make(runtime, f"{NONCE}.00000000.new", "", age=3600)
     fd = os.open(path, os.O_RDWR)
     holder = locks.reopen(fd)
     assert locks.try_lock(holder, 0, shared=True)
@@ -430,16 +399,16 @@ def test_a_temporary_file_is_removed_when_it_is_old_and_nobody_holds_it(folder: 
     os.close(fd)
     (sentence,) = gc()
     assert path.name in sentence
-    assert os.listdir(folder) == []
+    assert os.listdir(runtime) == []
 
 
 def test_a_creator_whose_temporary_file_was_collected_makes_another(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost: list[Path] = []
 
     def lose(fd: int, byte: int, shared: bool = False, length: int = 1) -> bool:
-        for path in folder.glob("*.new") if len(lost) < 2 else ():
+        for path in runtime.glob("*.new") if len(lost) < 2 else ():
             lost.append(path)
             path.unlink()
         return try_lock(fd, byte, shared, length)
@@ -455,7 +424,7 @@ def test_a_creator_whose_temporary_file_was_collected_makes_another(
     assert descriptors() == before
 
 
-def test_a_file_is_never_listed_before_it_is_locked_and_whole(folder: Path) -> None:
+def test_a_file_is_never_listed_before_it_is_locked_and_whole(runtime: Path) -> None:
     collect = """
 import select, sys
 from hotset.session.catalog import entries, gc
@@ -468,16 +437,16 @@ print(bad)
     with process(collect) as collector:
         own = [listed(nonce=f"{number:032x}") for number in range(300)]
         assert collector.communicate("\n")[0] == "[]\n"
-    assert len(os.listdir(folder)) == len(own)
+    assert len(os.listdir(runtime)) == len(own)
 
 
 def test_a_file_that_took_the_name_since_is_not_removed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = make(folder, f"{NONCE}.json")
+    path = make(runtime, f"{NONCE}.json")
 
     def swap(fd: int, byte: int, shared: bool = False, length: int = 1) -> bool:
-        make(folder, "new").rename(path)
+        make(runtime, "new").rename(path)
         return try_lock(fd, byte, shared, length)
 
     try_lock = locks.try_lock
@@ -486,9 +455,9 @@ def test_a_file_that_took_the_name_since_is_not_removed(
     assert path.exists()
 
 
-def test_two_collectors_at_once_remove_each_file_once(folder: Path) -> None:
+def test_two_collectors_at_once_remove_each_file_once(runtime: Path) -> None:
     for number in range(200):
-        make(folder, f"{number:032x}.json")
+        make(runtime, f"{number:032x}.json")
     code = "import sys" + WAIT + GC
     with process(code) as first, process(code) as second:
         for collector in (first, second):
@@ -499,7 +468,7 @@ def test_two_collectors_at_once_remove_each_file_once(folder: Path) -> None:
         for collector in (first, second):
             sentences += json.loads(collector.communicate()[0])[0]
     assert len(sentences) == len(set(sentences)) == 200
-    assert os.listdir(folder) == []
+    assert os.listdir(runtime) == []
 
 
 GOOD = {
@@ -517,8 +486,8 @@ GOOD = {
 }
 
 
-def test_a_file_as_the_format_says_has_no_problem(folder: Path) -> None:
-    make(folder, f"{NONCE}.json", json.dumps(GOOD))
+def test_a_file_as_the_format_says_has_no_problem(runtime: Path) -> None:
+    make(runtime, f"{NONCE}.json", json.dumps(GOOD))
     (entry,) = entries()
     assert (entry.problem, entry.alive, entry.pid, entry.created) == ("", False, 1, 1.5)
     assert (entry.key, entry.groups) == ("k", ("a", "b"))
@@ -547,9 +516,9 @@ def test_a_file_as_the_format_says_has_no_problem(folder: Path) -> None:
     ],
 )
 def test_a_damaged_file_is_listed_with_its_problem_and_removed_when_nobody_holds_it(
-    folder: Path, content: str
+    runtime: Path, content: str
 ) -> None:
-    path = make(folder, f"{NONCE}.json", "")
+    path = make(runtime, f"{NONCE}.json", "")
     path.write_bytes(os.fsencode(content))
     fd = os.open(path, os.O_RDWR)
     holder = locks.reopen(fd)
@@ -563,13 +532,13 @@ def test_a_damaged_file_is_listed_with_its_problem_and_removed_when_nobody_holds
     assert not entries()[0].alive
     (sentence,) = gc()
     assert path.name in sentence
-    assert os.listdir(folder) == []
+    assert os.listdir(runtime) == []
 
 
 # Containers
 
 
-def test_a_collector_in_another_process_namespace_removes_only_what_is_dead(folder: Path) -> None:
+def test_a_collector_in_another_process_namespace_removes_only_what_is_dead(runtime: Path) -> None:
     unshare = shutil.which("unshare")
     contained = (unshare or "unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
     if unshare is None or subprocess.run([*contained, "true"], capture_output=True).returncode:
@@ -595,4 +564,4 @@ def test_a_collector_in_another_process_namespace_removes_only_what_is_dead(fold
         # The namespace's processes die with its first one, a moment after what started it.
         assert eventually(lambda: not entries()[0].alive)
         assert len(collect()[0]) == 1
-    assert os.listdir(folder) == []
+    assert os.listdir(runtime) == []

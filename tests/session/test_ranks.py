@@ -24,6 +24,7 @@ import psutil
 import pytest
 import torch
 from helpers import equal_batches, eventually, failure, is_a_sentence, rarely, recorded
+from kills import in_child
 from samples import image_and_label, mapping
 from samples import number as its_number
 from sources import PlainError, ReadLog, Samples, Stalling
@@ -45,13 +46,9 @@ pytestmark = pytest.mark.usefixtures("patient")
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "runtime"
-    folder.mkdir(mode=0o700)
-    monkeypatch.setenv("HOTSET_RUNTIME_DIR", str(folder))
+def _no_rank(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.delenv(variable, raising=False)
-    return folder
 
 
 class Counted(Dataset[Any]):
@@ -185,14 +182,14 @@ def quick(state: dict[str, Any], seconds: float) -> None:
     find_or_create.PATIENCE_SECONDS = seconds
 
 
-def holders(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+def holders(runtime: Path) -> list[str]:
+    return sorted(path.name for path in runtime.iterdir())
 
 
-def collected(folder: Path) -> bool:
+def collected(runtime: Path) -> bool:
     """Whether nothing is left but what the next start collects."""
     hotset.cache(Samples(mapping, 3)).close()
-    return holders(folder) == []
+    return holders(runtime) == []
 
 
 # Who is a rank, and of which job
@@ -238,7 +235,7 @@ def test_a_launcher_whose_state_is_hidden_is_known_by_its_number() -> None:
 
 
 def test_ranks_that_come_at_once_share_one_cache(
-    start: Callable[..., Rank], tmp_path: Path, folder: Path
+    start: Callable[..., Rank], tmp_path: Path, runtime: Path
 ) -> None:
     log = ReadLog(tmp_path / "reads")
     ranks = [start(number) for number in range(4)]
@@ -257,7 +254,7 @@ def test_ranks_that_come_at_once_share_one_cache(
     assert sum("of this job made the cache" in str(p) for p in plans) == 3
     for rank in ranks:
         rank.end()
-    assert holders(folder) == []
+    assert holders(runtime) == []
 
 
 def test_what_reading_does_to_the_source_does_not_part_the_ranks(start: Callable[..., Rank]) -> None:
@@ -329,17 +326,13 @@ def test_one_key_for_data_sets_of_two_lengths_makes_two_caches(start: Callable[.
 def _of_another_launcher(dataset: Any) -> str:
     """What a rank gets that a child of this process launches."""
     read, write = os.pipe()
-    middle = os.fork()
-    if middle == 0:
-        code = 1
-        try:
-            rank = Rank(0)
-            os.write(write, rank.do(make_and_tell, dataset).encode())
-            rank.kill()
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(middle, 0)[1]) == 0
+
+    def launch() -> None:
+        rank = Rank(0)
+        os.write(write, rank.do(make_and_tell, dataset).encode())
+        rank.kill()
+
+    in_child(launch)
     with os.fdopen(write, "wb"), os.fdopen(read, "rb") as pipe:
         return pipe.read(32).decode()
 
@@ -360,7 +353,7 @@ def _unchanged(sample: Any) -> Any:
 
 
 def test_a_rank_that_asks_twice_gets_the_same_content_and_two_things_to_close(
-    start: Callable[..., Rank], tmp_path: Path, folder: Path
+    start: Callable[..., Rank], tmp_path: Path, runtime: Path
 ) -> None:
     log = ReadLog(tmp_path / "reads")
     rank = start(0)
@@ -382,7 +375,7 @@ def test_a_rank_that_asks_twice_gets_the_same_content_and_two_things_to_close(
     assert log.total() == N
     rank.end()
     later.end()
-    assert holders(folder) == []
+    assert holders(runtime) == []
 
 
 def _clear(state: dict[str, Any], name: str) -> None:
@@ -407,12 +400,12 @@ def _make_with_memory(state: dict[str, Any], memory: str) -> str:
     return ""
 
 
-def test_a_source_that_is_refused_is_refused_in_every_rank(start: Callable[..., Rank], folder: Path) -> None:
+def test_a_source_that_is_refused_is_refused_in_every_rank(start: Callable[..., Rank], runtime: Path) -> None:
     ranks = [start(number) for number in range(2)]
     for rank in ranks:
         rank.begin(_refused)
     assert [rank.answer() for rank in ranks] == ["NotCacheable"] * 2
-    assert holders(folder) == []
+    assert holders(runtime) == []
 
 
 def _refused(state: dict[str, Any]) -> str:
@@ -461,7 +454,7 @@ def test_a_parent_that_has_become_rank_0_takes_what_its_children_made(
     "order", rarely([[*order] for order in itertools.permutations(range(3))], [0, 2, 1], [1, 0, 2], [2, 0, 1])
 )
 def test_the_cache_lives_with_whichever_rank_is_left(
-    order: list[int], start: Callable[..., Rank], tmp_path: Path, folder: Path
+    order: list[int], start: Callable[..., Rank], tmp_path: Path, runtime: Path
 ) -> None:
     log = ReadLog(tmp_path / "reads")
     ranks = [start(number) for number in range(3)]
@@ -481,7 +474,7 @@ def test_the_cache_lives_with_whichever_rank_is_left(
 
 
 def test_after_all_ranks_were_killed_new_ones_begin_anew(
-    start: Callable[..., Rank], tmp_path: Path, folder: Path
+    start: Callable[..., Rank], tmp_path: Path, runtime: Path
 ) -> None:
     """An elastic restart: the same launcher, the same environment."""
     log = ReadLog(tmp_path / "reads")
@@ -493,15 +486,15 @@ def test_after_all_ranks_were_killed_new_ones_begin_anew(
         (made,) = {rank.answer() for rank in ranks}
         seen.add(made)
         assert [rank.do(read_all) for rank in ranks] == [N, N]
-        assert holders(folder) == [f"{made}.json"], "what the last ones left was collected"
+        assert holders(runtime) == [f"{made}.json"], "what the last ones left was collected"
         for rank in ranks:
             rank.kill()
     assert len(seen) == 3
-    assert collected(folder)
+    assert collected(runtime)
 
 
 def test_a_creator_that_is_killed_at_its_first_sample_is_followed_by_the_next(
-    start: Callable[..., Rank], tmp_path: Path, folder: Path
+    start: Callable[..., Rank], tmp_path: Path, runtime: Path
 ) -> None:
     source = Stalling(mapping, N, 0, tmp_path / "armed")
     source.arm()
@@ -518,7 +511,7 @@ def test_a_creator_that_is_killed_at_its_first_sample_is_followed_by_the_next(
     assert [rank.do(read_all) for rank in others] == [N, N]
     for rank in others:
         rank.end()
-    assert holders(folder) == [], "the killed one's turn was taken over, and ended"
+    assert holders(runtime) == [], "the killed one's turn was taken over, and ended"
 
 
 def test_a_child_forked_while_the_cache_was_made_does_not_keep_its_dead_parents_turn(
@@ -570,10 +563,10 @@ def _no(address: Any) -> Any:
 
 
 def test_what_create_raises_comes_out_and_the_next_rank_creates(
-    start: Callable[..., Rank], folder: Path
+    start: Callable[..., Rank], runtime: Path
 ) -> None:
     assert start(0).do(_share_failing) == "PlainError"
-    assert holders(folder) == []
+    assert holders(runtime) == []
     assert start(1).do(_share_thing) == []
 
 
@@ -590,7 +583,7 @@ def _share_failing(state: dict[str, Any]) -> str:
 
 
 def test_waiting_for_a_stopped_creator_is_bounded(
-    start: Callable[..., Rank], tmp_path: Path, folder: Path
+    start: Callable[..., Rank], tmp_path: Path, runtime: Path
 ) -> None:
     source = Stalling(mapping, N, 0, tmp_path / "armed")
     source.arm()
@@ -612,13 +605,13 @@ def test_waiting_for_a_stopped_creator_is_bounded(
     assert first.do(read_all) == N
     for rank in (first, second, third):
         rank.end()
-    assert holders(folder) == []
+    assert holders(runtime) == []
 
 
 def test_without_a_folder_to_meet_in_every_rank_has_its_own_cache_and_one_warning(
-    start: Callable[..., Rank], folder: Path
+    start: Callable[..., Rank], runtime: Path
 ) -> None:
-    folder.chmod(0o755)
+    runtime.chmod(0o755)
     ranks = [start(number) for number in range(2)]
     for rank in ranks:
         (warning,) = rank.do(make_cache, Samples(mapping, N))
@@ -627,16 +620,16 @@ def test_without_a_folder_to_meet_in_every_rank_has_its_own_cache_and_one_warnin
         assert "other ranks" in warning
         assert rank.do(read_all) == N
     assert len({rank.do(nonce) for rank in ranks}) == 2
-    folder.chmod(0o700)
-    assert holders(folder) == []
+    runtime.chmod(0o700)
+    assert holders(runtime) == []
 
 
 @pytest.mark.parametrize("trap", ["symlink", "open to all", "hard link", "folder"])
 def test_a_trap_in_place_of_the_turns_file_is_told_and_not_touched(
-    trap: str, start: Callable[..., Rank], folder: Path, tmp_path: Path
+    trap: str, start: Callable[..., Rank], runtime: Path
 ) -> None:
-    path = folder / LOCK_FILE
-    victim = tmp_path / "victim"
+    path = runtime / LOCK_FILE
+    victim = runtime / "victim"  # a hard link stays on one file system
     victim.write_text("precious")
     victim.chmod(0o600)
     if trap == "symlink":
@@ -656,14 +649,14 @@ def test_a_trap_in_place_of_the_turns_file_is_told_and_not_touched(
     assert (path.lstat().st_ino, path.lstat().st_mode) == (before.st_ino, before.st_mode)
 
 
-def test_a_listing_that_leads_elsewhere_is_not_attached_to(start: Callable[..., Rank], folder: Path) -> None:
+def test_a_listing_that_leads_elsewhere_is_not_attached_to(start: Callable[..., Rank], runtime: Path) -> None:
     """The nonce in the memory decides, whatever a file in the list says."""
     first = start(0)
     made = first.do(make_and_tell, Samples(mapping, N))
-    file = folder / f"{made}.json"
+    file = runtime / f"{made}.json"
     head = json.loads(file.read_bytes()[:4096])
     forged = "f" * 32
-    other = folder / f"{forged}.json"
+    other = runtime / f"{forged}.json"
     other.touch(mode=0o600)
     other.write_text(json.dumps(head | {"nonce": forged, "created": 1.0}))
     holder = registry.CatalogHandle(forged, "forged")
@@ -884,21 +877,21 @@ def check_example(said: str, ranks: int) -> None:
 
 
 @pytest.mark.chaos  # six processes with torch; the test of restarts has two ranks that torchrun starts
-def test_two_jobs_of_torchrun_at_once_train_like_without_a_cache_and_stay_apart(folder: Path) -> None:
+def test_two_jobs_of_torchrun_at_once_train_like_without_a_cache_and_stay_apart(runtime: Path) -> None:
     ports = free_port(), free_port()
     jobs = [torchrun(ROOT / "examples" / "ddp.py", 2, "--master-port", port) for port in ports]
     for launched in jobs:
         check_example(output(launched), 2)
-    assert holders(folder) == []
+    assert holders(runtime) == []
 
 
 @pytest.mark.chaos  # the test above has two ranks in each of two jobs
-def test_four_ranks_read_each_sample_about_once(folder: Path) -> None:
+def test_four_ranks_read_each_sample_about_once(runtime: Path) -> None:
     check_example(output(torchrun(ROOT / "examples" / "ddp.py", 4, "--standalone")), 4)
-    assert holders(folder) == []
+    assert holders(runtime) == []
 
 
-def test_ranks_that_torchrun_restarts_share_anew(folder: Path, tmp_path: Path) -> None:
+def test_ranks_that_torchrun_restarts_share_anew(runtime: Path, tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(RESTARTED)
     said = output(torchrun(script, 2, "--standalone", "--max-restarts", "1", "--monitor-interval", "0.1"))
@@ -908,7 +901,7 @@ def test_ranks_that_torchrun_restarts_share_anew(folder: Path, tmp_path: Path) -
     assert (len(first), len(second)) == (2, 2)
     assert len(set(first)) == len(set(second)) == 1
     assert first[0] != second[0]
-    assert holders(folder) == []
+    assert holders(runtime) == []
 
 
 # Without torch, whose import takes longer than all of this. Both ranks have joined when one of them dies.

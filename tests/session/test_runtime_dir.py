@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from helpers import often
+from helpers import descriptors, often
 
 from hotset.errors import ArgumentError, FolderError
 from hotset.session import runtime_dir as module
@@ -36,10 +36,6 @@ def open_file(name: str, *, create: bool = False) -> int:
     """Open a file of the runtime folder."""
     with runtime() as opened:
         return open_at(opened, name, create=create)
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def refused(call: object, why: str) -> None:

@@ -222,17 +222,17 @@ def test_a_servers_budget_bounds_its_sessions_together(disk: str) -> None:
     found = [sessions.create(name, memory=50_000, spill=disk, server=PORT) for name in "ab"]
     caches = [hotset.cache(Samples(kilobyte, 60), session=name) for name in "ab"]
     for cached in caches:
-        read_all(cached, kilobyte, 60)
+        read_all(cached, kilobyte)
     held = [report(session).memory for session in found]
     assert 40_000 < held[0] <= 50_000
     assert 50_000 < sum(held) <= 60_000
     sessions.destroy(found[0])
     with pytest.warns(HotsetWarning, match="was destroyed"):
-        read_all(caches[0], kilobyte, 60)
+        read_all(caches[0], kilobyte)
     caches[1].clear()
     room = store_of(caches[1]).allocator
     room.reopen()  # as after half a second
-    read_all(caches[1], kilobyte, 60)
+    read_all(caches[1], kilobyte)
     assert 40_000 < report(found[1]).memory <= 50_000, "what is destroyed is free for others"
     for cached in caches:
         cached.close()

@@ -40,6 +40,7 @@ from kills import child, ended, in_child, kill
 from live import draw_all, halve
 from programs import Programs
 from samples import big_image_and_label, image_and_label, jpeg_like, kilobyte, mapping
+from session_places import read_all
 from sources import PlainError, ReadLog, Samples
 from stores import store_of
 from torch.utils.data import DataLoader
@@ -101,10 +102,6 @@ class Counted(Samples):
         self._hotset_log.add(index)
         time.sleep(self._hotset_seconds)
         return super().__getitem__(index)
-
-
-def read_all(cached: Any, make: Callable[[int], Any], n: int = N) -> None:
-    equal_batches([cached[i] for i in range(n)], [make(i) for i in range(n)])
 
 
 def job(make: Callable[[int], Any], log: ReadLog, order: Any = range(N), **arguments: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import seed_everything
-from kills import in_child
+from kills import child, ended, in_child
 from torch import distributed
 from training import Recorder, Step, loader_of, model_of, one_thread
 
@@ -202,14 +202,9 @@ def test_metrics_are_of_all_ranks(tmp_path: Any) -> None:
         assert loss.compute() == 3 / 7
         distributed.destroy_process_group()
 
-    pid = os.fork()
-    if pid == 0:
-        try:
-            rank(1)
-        finally:
-            os._exit(0)
+    other = child(lambda: rank(1))
     in_child(lambda: rank(0))
-    os.waitpid(pid, 0)
+    assert ended(other) == 0
 
 
 # ---- monitors ----------------------------------------------------------------------------------------

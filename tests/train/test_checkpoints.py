@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import stat
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import rarely, seed_everything
+from kills import child, kill
 from torch import nn
 from torch.utils.data import IterableDataset
 from training import (
@@ -284,17 +284,15 @@ def test_a_file_system_that_cannot_flush_a_folder_is_no_error(
 
 def train_for_ever(folder: Path) -> int:
     """Start a process that trains on from the latest checkpoint, if there is one, and saves each step."""
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
+
+    def train() -> None:
         saving = ModelCheckpoint(folder, save_steps=1, keep=3)
         seed_everything(1)
         model = model_of()
         with loader_of("torch") as loader:
             model.train(100_000, loader, saving, resume=saving.latest)
-    finally:
-        os._exit(1)
+
+    return child(train)
 
 
 def test_killed_at_any_moment_the_latest_checkpoint_is_whole(tmp_path: Path) -> None:
@@ -310,8 +308,7 @@ def test_killed_at_any_moment_the_latest_checkpoint_is_whole(tmp_path: Path) -> 
                 assert time.monotonic() < deadline, "no checkpoint came"
                 time.sleep(0.002)
         finally:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            kill(pid)
         assert saving.latest is not None
         least = step_of(saving.latest)
         assert 1 <= len([path for path in tmp_path.iterdir() if path.suffix == ".pt"]) <= 4
