@@ -28,7 +28,7 @@ import operator
 import re
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch.utils.data import ConcatDataset, Subset
@@ -54,6 +54,7 @@ __all__ = [
     "CopiedAttributes",
     "Snapshot",
     "TransformAttribute",
+    "called_with",
     "names_transforms",
     "owners_of_transforms",
     "transform_attributes_of",
@@ -163,6 +164,35 @@ class _Silent:
     def __init_subclass__(cls) -> None: ...
 
 
+def _derived(kind: Any, name: str, method: Callable[..., Any]) -> Any:
+    """A class that has one method of its own, and whose objects are as large as those of its base.
+
+    Neither the base nor its metaclass is told of it: some register all classes that derive from them.
+    """
+    order = {"mro": lambda cls: [cls, _Silent, *kind.__mro__]}
+    meta: Any = type("Meta", (type(kind),), order)
+    return type.__new__(meta, kind.__name__, (kind,), {"__slots__": (), name: method})
+
+
+def called_with(chain: Any, change: Callable[[Any], Any]) -> Any:
+    """A shallow copy of a chain that is of its class, for who asks, and is called with other values.
+
+    Args:
+        change: is given a tuple of values and a dict of keywords, and returns those to call the chain with.
+
+    Raises:
+        Exception: there is no such copy: a function has no class to derive from, for example.
+    """
+    twin, kind = _shallow_copy(chain), type(chain)
+
+    def call(self: Any, *values: Any, **named: Any) -> Any:
+        values, named = change((values, named))
+        return kind.__call__(self, *values, **named)
+
+    twin.__class__ = _derived(kind, "__call__", call)
+    return twin
+
+
 def _without_finalizer(made: list[Any]) -> Any:
     """Return the one object of this list, whose ``__del__`` will not run.
 
@@ -173,11 +203,7 @@ def _without_finalizer(made: list[Any]) -> Any:
     if not hasattr(kind, "__del__") or sys.getrefcount(made[0]) > sys.getrefcount(new[0]):
         return made[0]  # its class has none, or keeps the copy itself
     kept: list[Any] = []
-    order = {"mro": lambda cls: [cls, _Silent, *kind.__mro__]}
-    meta: Any = type("Meta", (type(kind),), order)
-    made[0].__class__ = type.__new__(
-        meta, kind.__name__, (kind,), {"__slots__": (), "__del__": lambda self: kept.append(self)}
-    )
+    made[0].__class__ = _derived(kind, "__del__", lambda self: kept.append(self))
     made.clear()
     kept[0].__class__ = kind
     return kept[0]

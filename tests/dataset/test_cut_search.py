@@ -776,6 +776,19 @@ class SeedsThoseOfAClass(Around):
         return self.transform(torch.full((2,), index))
 
 
+class SeedsThoseOfAClassThatGetWhatItHolds(Around):
+    """The same, and its chain might work in place on what it holds, so that it is tried with copies."""
+
+    def __init__(self) -> None:
+        self.transform = SeededCrop()
+        self.rows = [torch.full((2,), index) for index in range(N)]
+
+    def __getitem__(self, index: int) -> Any:
+        if isinstance(self.transform, SeededCrop):
+            self.transform.generator.manual_seed(index)
+        return self.transform(self.rows[index])
+
+
 class TriesAgain(Around):
     def __getitem__(self, index: int) -> Any:
         whole = torch.full((2,), index)
@@ -825,6 +838,7 @@ class TriesUntilItIsRandom(Around):
         DrawsASeed,
         PutsTheGeneratorBack,
         SeedsThoseOfAClass,
+        SeedsThoseOfAClassThatGetWhatItHolds,
         TriesAgain,
         TriesAgainAtTimes,
         Catches,

@@ -13,6 +13,7 @@ the dataset does rarely, after a look at the result, shows in its code:
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +22,8 @@ from typing import Any
 from hotset._interrupts import own_errors
 from hotset.dataset.pipeline import ApplyAt, CannotBeCut, Chain, Cuts, Pipeline, Source, chain_of
 from hotset.dataset.planning.recorder import passes_shared_objects
-from hotset.dataset.transform_attributes import with_transforms
+from hotset.dataset.transform_attributes import called_with, with_transforms
+from hotset.determinism.aliasing import copied
 from hotset.determinism.draws.rng import Generators
 from hotset.determinism.equality import differs
 
@@ -40,7 +42,7 @@ def differs_when_cut(pipeline: Pipeline, cuts: Cuts, indices: Sequence[int]) -> 
         return False
     cut = replace(cut, prefix=(), live=live, calls={})
     chains = {  # what works in place must not change what the dataset holds
-        pipeline.attributes[number].name: Chain(chain_of(pipeline.attributes[number].chain), copies=True)
+        pipeline.attributes[number].name: _given_copies(pipeline.attributes[number].chain)
         for number in _get_what_is_held(pipeline, cuts, indices)
     }
     whole = Source(with_transforms(pipeline.dataset, chains), (), (), ())
@@ -67,7 +69,7 @@ def differs_when_cut(pipeline: Pipeline, cuts: Cuts, indices: Sequence[int]) -> 
 def _get_what_is_held(pipeline: Pipeline, cuts: Cuts, indices: Sequence[int]) -> list[int]:
     """The numbers of the chains to be cut that may be called with objects that the dataset holds.
 
-    The others need no copies, and stay what they are: a dataset may ask for their class, to seed them.
+    The others need no copies, and stay what they are.
     """
     cut = [number for number, own in enumerate(cuts.own) if own.paths or own.in_place]
     left = {*range(len(cuts.own))} - {*cut}
@@ -76,6 +78,14 @@ def _get_what_is_held(pipeline: Pipeline, cuts: Cuts, indices: Sequence[int]) ->
     except own_errors():  # training may never ask for it
         return cut
     return [number for number in cut if any(each[number] for each in passed)]
+
+
+def _given_copies(chain: Any) -> Any:
+    """A chain that works on copies. It is of the chain's class, for which a dataset may ask, to seed it."""
+    with contextlib.suppress(Exception):
+        if callable(chain):
+            return called_with(chain, copied)
+    return Chain(chain_of(chain), copies=True)
 
 
 def _reading(source: Source, index: int, generators: Generators) -> tuple[Any, dict[str, Any]] | None:
