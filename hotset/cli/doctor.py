@@ -30,12 +30,11 @@ from hotset.run.ledger import (
     make_ledger,
     why_full,
 )
-from hotset.run.program import run_program, tell
+from hotset.run.program import run_program, tell, tell_lines
 
 __all__ = ["doctor"]
 
 _NO_LOADER = 3  # the exit code of a program that iterates over no loader
-_LONGEST_LINE = 1000  # characters: a reason that is cut tells nothing
 _LOOK_SECONDS = 0.05
 _PAUSE_SECONDS = 3.0  # a process that is stopped for longer goes on, whatever the program does
 
@@ -98,8 +97,7 @@ def _tell(seen: Observed, command: str, as_json_text: bool) -> None:
     if as_json_text:
         sys.stdout.write(json.dumps(as_json(report), indent=2) + "\n")
         return
-    text = lines(report, printable(command, 60))
-    tell("".join(f"{printable(line, _LONGEST_LINE)}\n" for line in text))
+    tell_lines(lines(report, printable(command, 60)))
 
 
 def _no_loader(ledger: str, command: str, watched: float | None) -> str:

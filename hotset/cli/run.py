@@ -18,7 +18,7 @@ from hotset.errors import ArgumentError
 from hotset.run import loader_wait
 from hotset.run.environment import JOB, Options, environment_for
 from hotset.run.ledger import ATTACHED, IMPORTED, REACHED, Ledger, make_ledger, read_left, unreached
-from hotset.run.program import run_program, tell
+from hotset.run.program import run_program, tell, tell_lines
 from hotset.run.report import Outcome, report
 from hotset.session.sessions import find
 from hotset.units import parse_bytes
@@ -64,7 +64,7 @@ def run(options: Options, command: Sequence[str]) -> int:
             unreached=unreached(ledger),
             reached=Ledger(ledger).has(REACHED),
         )
-        tell("".join(f"{printable(line)}\n" for line in report(outcome)))
+        tell_lines(report(outcome))
         return status
     finally:
         job.close()

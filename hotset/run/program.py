@@ -15,12 +15,13 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 
+from hotset._warnings import printable
 from hotset.store.standard_streams import beyond_standard
 
-__all__ = ["die_as", "run_program", "tell"]
+__all__ = ["die_as", "run_program", "tell", "tell_lines"]
 
 _PASSED_ON = (
     signal.SIGINT,
@@ -33,6 +34,7 @@ _PASSED_ON = (
 )
 _PR_SET_PDEATHSIG = 1
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
+_LONGEST_LINE = 1000  # characters: a reason or an advice that is cut tells nothing
 
 
 def run_program(
@@ -201,6 +203,11 @@ def tell(text: str) -> None:
         sys.stderr.flush()
     except (AttributeError, OSError, ValueError):  # AttributeError: it was closed as this process began
         sys.stderr = None  # or the interpreter tries once more, and exits with 120
+
+
+def tell_lines(lines: Iterable[str]) -> None:
+    """Tell these lines of a report, each as one that can be printed."""
+    tell("".join(f"{printable(line, _LONGEST_LINE)}\n" for line in lines))
 
 
 def die_as(status: int) -> None:

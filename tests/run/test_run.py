@@ -24,6 +24,20 @@ def test_the_output_is_the_programs_and_the_report_goes_to_stderr() -> None:
     assert "Nothing was decoded by functions that hotset knows" in done.stderr
 
 
+WAITS = """
+import time, torch
+class Slow(torch.utils.data.Dataset):
+    def __len__(self): return 20
+    def __getitem__(self, index): time.sleep(0.01); return index
+for batch in torch.utils.data.DataLoader(Slow(), batch_size=4): pass
+"""
+
+
+def test_the_reports_sentences_end() -> None:
+    done = hotset("--memory", "64MiB", "--", sys.executable, "-c", WAITS)
+    assert done.stderr.endswith("`hotset doctor` says what hotset.cache(dataset) would give.\n")
+
+
 def test_a_traceback_is_the_programs() -> None:
     command = [sys.executable, "-c", "import json; json.loads('{')"]
     plain = subprocess.run(command, capture_output=True, text=True)
