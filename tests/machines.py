@@ -42,13 +42,9 @@ from stores import attached
 
 import hotset
 import hotset.dataset.build  # as `hotset.cache` would in each child
-from hotset.cluster import batch_fetch as errand
-from hotset.cluster import membership as roster
-from hotset.cluster import node, sockets
-from hotset.cluster import peer_stats as tally
+from hotset.cluster import batch_fetch, membership, node, peer_stats, sockets, store_service
 from hotset.cluster import ray_join as joining
 from hotset.cluster import remote_cache as neighbours
-from hotset.cluster import store_service as shelf
 from hotset.cluster.directory import SILENT, Directory
 from hotset.cluster.membership import Member
 from hotset.cluster.node import Node
@@ -96,7 +92,7 @@ class Post:
         self.path, self.now = path, 0.0
         self.expected = 0
         self.directory: Directory | None = None
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
 
     def open(self) -> None:
         """Begin, knowing of nothing."""
@@ -115,7 +111,7 @@ class Post:
 
     def call(self, what: str, *args: Any) -> Any:
         """Call a method of the directory, one at a time."""
-        with self._turn:
+        with self._lock:
             return getattr(self.directory, what)(*args)
 
     def silence(self, gone: str) -> None:
@@ -127,7 +123,7 @@ class Post:
         # In steps in which no machine that beats is taken for silent; the last beat of the one that has gone
         # may come in after the first step.
         for _ in range(8):
-            with self._turn:
+            with self._lock:
                 self.now += 0.4 * SILENT
             assert eventually(heard)
             if all(each["name"] != gone for each in self.call("status")):
@@ -447,7 +443,7 @@ class Machine:
                 if each is not None:
                     stack.callback(each.end)
 
-    def roster(self) -> list[str]:
+    def membership(self) -> list[str]:
         """The names of the machines that it knows of."""
         return [each[0] for file in self.folder.glob("*.cluster") for each in self._members(file)]
 
@@ -516,7 +512,7 @@ class Town:
         """Wait until all these machines know of each other and of no others."""
         wanted = sorted(names or [machine.name for machine in self.machines])
         there = [machine for machine in self.machines if machine.name in wanted]
-        assert eventually(lambda: all(machine.roster() == wanted for machine in there))
+        assert eventually(lambda: all(machine.membership() == wanted for machine in there))
 
     def silence(self, gone: Machine) -> None:
         """Have all others know that a machine that beats no more has left."""
@@ -615,11 +611,11 @@ def _stop_clocks(patch: pytest.MonkeyPatch, lease: float) -> None:
     patch.setattr(node, "Member", partial(Member, patience=NEVER))
     patch.setattr(sockets, "_HEARTBEAT", 0)
     patch.setattr(sockets, "_HANDSHAKE", 0)
-    patch.setattr(shelf, "LEASE", lease)
-    patch.setattr(errand, "PATIENCE", lease)
+    patch.setattr(store_service, "LEASE", lease)
+    patch.setattr(batch_fetch, "PATIENCE", lease)
     patch.setattr(fill, "_PATIENCE_SECONDS", NEVER)
     patch.setattr(joining, "_READY_SECONDS", SOON)
     patch.setattr(joining, "_LOOK_SECONDS", SHORTLY)
     patch.setattr(neighbours, "_CLEAR_SECONDS", 2 * NEVER)
-    patch.setattr(tally, "_PATIENCE", NEVER)
-    patch.setattr(roster, "_LOOK_SECONDS", 0.0)  # who is there is known at once
+    patch.setattr(peer_stats, "_PATIENCE", NEVER)
+    patch.setattr(membership, "_LOOK_SECONDS", 0.0)  # who is there is known at once

@@ -26,7 +26,7 @@ from sources import ReadLog, Samples, Transformed
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import hotset
-from hotset.cluster import peer_stats as tally
+from hotset.cluster import peer_stats
 from hotset.cluster import ray_join as joining
 from hotset.dataset import audit
 from hotset.dataset.dataset_proxy import current_of
@@ -81,7 +81,7 @@ class Rank:
     def __init__(self, folder: str) -> None:
         torch.set_num_threads(1)
         audit._SHARE = 0.0  # reads are counted here, and these are on purpose
-        joining.ANSWER_SECONDS = joining._READY_SECONDS = tally._PATIENCE = PATIENCE
+        joining.ANSWER_SECONDS = joining._READY_SECONDS = peer_stats._PATIENCE = PATIENCE
         joining._JOIN_SECONDS = 3 * PATIENCE  # in which Ray starts the processes of the nodes
         self.folder = folder
         self._cached: dict[int, Any] = {}

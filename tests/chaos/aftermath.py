@@ -8,8 +8,7 @@ import subprocess
 import sys
 import time
 
-from hotset.session import catalog as registry
-from hotset.session import recovery, sessions
+from hotset.session import catalog, recovery, sessions
 from hotset.session.spill_dirs import spill_path
 
 from .director import Director
@@ -37,7 +36,7 @@ def look_after(director: Director) -> None:
     _hotset(processes, "stop", "--port", str(director.port))
     _end_what_is_left(processes)
     # What is young is left alone, as somebody may be making it; here nobody is left.
-    registry._YOUNG_SECONDS = recovery._YOUNG_SECONDS = 0.0
+    catalog._YOUNG_SECONDS = recovery._YOUNG_SECONDS = 0.0
     print(*recovery.gc(), sep="\n")
     (director.runtime.folder / f"server-{director.port}.log").unlink()  # it stays, for people
     for folder in (director.runtime.folder, spill_path(str(director.disk.folder))):

@@ -19,7 +19,7 @@ pytest.importorskip("zmq", reason="pyzmq, which carries records between machines
 from machines import town
 
 from hotset.cli import cluster as command
-from hotset.cluster import peer_stats as tallies
+from hotset.cluster import peer_stats
 from hotset.cluster.peer_stats import PeerStats, PeerStatsFile, make_peer_stats, read_peer_stats
 from hotset.dataset import audit
 from hotset.errors import ClusterError, SegmentError
@@ -141,16 +141,16 @@ def test_machines_whose_data_look_alike_and_are_not_the_same_are_told(tmp_path: 
 
 
 @pytest.fixture
-def tally(runtime: Path) -> PeerStatsFile:
+def stats_file(runtime: Path) -> PeerStatsFile:
     make_peer_stats(7)
     return PeerStatsFile(7)
 
 
-def test_what_processes_have_counted_is_added_up(tally: PeerStatsFile) -> None:
+def test_what_processes_have_counted_is_added_up(stats_file: PeerStatsFile) -> None:
     here, there = PeerStats(asked=5, received=3, bytes=300, answers=2, seconds=0.5), PeerStats(failures=1)
-    tally.add({"a": here, "b": there}, now=True)
+    stats_file.add({"a": here, "b": there}, now=True)
     here.received, here.answers, here.seconds = 10, 4, 1.0
-    tally.add({"a": here, "b": there}, now=True)
+    stats_file.add({"a": here, "b": there}, now=True)
     PeerStatsFile(7).add({"a": PeerStats(received=100)}, now=True)  # another process
     found = read_peer_stats(7)
     assert found["a"] == PeerStats(asked=5, received=110, bytes=300, answers=4, seconds=1.0)
@@ -158,27 +158,31 @@ def test_what_processes_have_counted_is_added_up(tally: PeerStatsFile) -> None:
     assert found["b"] == PeerStats(failures=1)
 
 
-def test_a_machine_that_comes_again_is_counted_from_the_beginning(tally: PeerStatsFile) -> None:
-    tally.add({"a": PeerStats(received=3)}, now=True)
-    tally.add({"a": PeerStats(received=4)}, now=True)
+def test_a_machine_that_comes_again_is_counted_from_the_beginning(stats_file: PeerStatsFile) -> None:
+    stats_file.add({"a": PeerStats(received=3)}, now=True)
+    stats_file.add({"a": PeerStats(received=4)}, now=True)
     assert read_peer_stats(7)["a"].received == 7
 
 
-def test_nothing_is_counted_twice_soon_after(tally: PeerStatsFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tallies, "_EVERY_SECONDS", 600.0)
-    tally.add({"a": PeerStats(received=3)})
+def test_nothing_is_counted_twice_soon_after(
+    stats_file: PeerStatsFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_stats, "_EVERY_SECONDS", 600.0)
+    stats_file.add({"a": PeerStats(received=3)})
     assert read_peer_stats(7) == {}, "so long has not passed"
-    monkeypatch.setattr(tallies, "_EVERY_SECONDS", 0.0)
-    tally.add({"a": PeerStats(received=3)})
+    monkeypatch.setattr(peer_stats, "_EVERY_SECONDS", 0.0)
+    stats_file.add({"a": PeerStats(received=3)})
     assert read_peer_stats(7)["a"].received == 3
 
 
-def test_a_tally_that_is_gone_or_damaged_harms_nobody(tally: PeerStatsFile, runtime: Path) -> None:
+def test_a_statistics_file_that_is_gone_or_damaged_harms_nobody(
+    stats_file: PeerStatsFile, runtime: Path
+) -> None:
     (runtime / "7.traffic").write_bytes(b"\xff" * 77)
-    tally.add({"a": PeerStats(received=3)}, now=True)
+    stats_file.add({"a": PeerStats(received=3)}, now=True)
     assert all(isinstance(name, str) for name in read_peer_stats(7))
     (runtime / "7.traffic").unlink()
-    tally.add({"a": PeerStats(received=9)}, now=True)
+    stats_file.add({"a": PeerStats(received=9)}, now=True)
     with pytest.raises(FileNotFoundError):
         read_peer_stats(7)
 

@@ -1,4 +1,4 @@
-"""What machines that share a session agree on, without a machine: directory, roster, packing, leases.
+"""What machines that share a session agree on, without a machine: directory, membership, records, leases.
 
 The clocks of the directory and of leases are the test's own. Leases are those of real stores, with claims by
 other processes.
@@ -25,10 +25,8 @@ from stores import attached, count, ids, opened, stored, wrong
 
 pytest.importorskip("zmq", reason="pyzmq, which carries records between machines, is not installed")
 
-from hotset.cluster import batch_fetch as packing
+from hotset.cluster import batch_fetch, membership, store_service
 from hotset.cluster import directory as directory_module
-from hotset.cluster import membership as roster
-from hotset.cluster import store_service as shelf
 from hotset.cluster.directory import (
     FORMER,
     PREPARING,
@@ -342,32 +340,32 @@ def test_a_cache_is_described_without_what_is_one_machines_own() -> None:
     assert "schema" in metadata, "the segment's own metadata stay as they are"
 
 
-# ---- the roster ----------------------------------------------------------------------------------------
+# ---- membership -----------------------------------------------------------------------------------------
 
 KEYS = Keys.new()
 
 
-def a_roster(*names: str, capacity: int = 100) -> Membership:
+def membership_of(*names: str, capacity: int = 100) -> Membership:
     return Membership("a", KEYS, tuple(member(name, capacity=capacity) for name in names))
 
 
 @pytest.mark.usefixtures("runtime")
-def test_a_roster_is_read_as_it_was_written(runtime: Path) -> None:
+def test_a_membership_is_read_as_it_was_written(runtime: Path) -> None:
     assert read_membership(7) is None
-    write_membership(7, a_roster("b", "a"))
+    write_membership(7, membership_of("b", "a"))
     assert read_membership(7) == Membership("a", KEYS, (member("a"), member("b")))
     assert read_membership(8) is None
-    write_membership(7, a_roster("a", "b", "c"))
-    assert read_membership(7) == a_roster("a", "b", "c")
+    write_membership(7, membership_of("a", "b", "c"))
+    assert read_membership(7) == membership_of("a", "b", "c")
     assert os.listdir(runtime) == ["7.cluster"], "nothing else is left"
     assert (runtime / "7.cluster").stat().st_mode & 0o777 == 0o600, "there is a secret in it"
     assert KEYS.secret.decode() not in repr(read_membership(7))
 
 
-def test_a_roster_is_replaced_as_a_whole(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_membership_is_replaced_as_a_whole(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who reads while it is written sees the one or the other; who had the old one open reads that on."""
-    monkeypatch.setattr(roster, "_LOOK_SECONDS", 0.0)
-    few, many = a_roster("a", "b"), a_roster(*(f"machine-{number:04d}" for number in range(400)))
+    monkeypatch.setattr(membership, "_LOOK_SECONDS", 0.0)
+    few, many = membership_of("a", "b"), membership_of(*(f"machine-{number:04d}" for number in range(400)))
     write_membership(7, few)
     stop, seen = runtime / "stop", MembershipFile(7)
     assert seen.current() == few
@@ -393,8 +391,8 @@ def test_a_roster_is_replaced_as_a_whole(runtime: Path, monkeypatch: pytest.Monk
         assert len(json.load(before)["members"]) == 2
 
 
-def test_a_damaged_or_foreign_roster_is_none(runtime: Path) -> None:
-    write_membership(7, a_roster("a", "b"))
+def test_a_damaged_or_foreign_membership_is_none(runtime: Path) -> None:
+    write_membership(7, membership_of("a", "b"))
     file = runtime / "7.cluster"
     whole = file.read_bytes()
     said = json.loads(whole)
@@ -411,7 +409,7 @@ def test_a_damaged_or_foreign_roster_is_none(runtime: Path) -> None:
     file.write_bytes(b"\xff\xfe" + whole)
     assert read_membership(7) is None
     file.write_bytes(whole)
-    assert read_membership(7) == a_roster("a", "b")
+    assert read_membership(7) == membership_of("a", "b")
     file.chmod(0o644)
     assert read_membership(7) is None, "others may have written it"
     file.rename(runtime / "elsewhere")
@@ -420,49 +418,49 @@ def test_a_damaged_or_foreign_roster_is_none(runtime: Path) -> None:
 
 
 def test_a_process_reads_it_again_and_keeps_the_last(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roster, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(membership, "_LOOK_SECONDS", 0.0)
     seen = MembershipFile(7)
     assert seen.current() is None
-    write_membership(7, a_roster("a", "b"))
+    write_membership(7, membership_of("a", "b"))
     first = seen.current()
-    assert first == a_roster("a", "b")
+    assert first == membership_of("a", "b")
     assert seen.current() is first, "the same object, so that nobody places the samples anew"
-    write_membership(7, a_roster("a", "b", "c"))
-    assert seen.current() == a_roster("a", "b", "c")
+    write_membership(7, membership_of("a", "b", "c"))
+    assert seen.current() == membership_of("a", "b", "c")
     (runtime / "7.cluster").write_text("{")
-    assert seen.current() == a_roster("a", "b", "c")
+    assert seen.current() == membership_of("a", "b", "c")
     (runtime / "7.cluster").unlink()
-    assert seen.current() == a_roster("a", "b", "c")
-    write_membership(7, a_roster("a"))
-    assert seen.current() == a_roster("a")
+    assert seen.current() == membership_of("a", "b", "c")
+    write_membership(7, membership_of("a"))
+    assert seen.current() == membership_of("a")
 
 
 def test_what_could_not_be_read_is_read_with_the_next_look(
     runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For want of descriptors, say; the file itself is as it was."""
-    monkeypatch.setattr(roster, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(membership, "_LOOK_SECONDS", 0.0)
     seen = MembershipFile(7)
-    write_membership(7, a_roster("a"))
-    assert seen.current() == a_roster("a")
-    write_membership(7, a_roster("a", "b"))
+    write_membership(7, membership_of("a"))
+    assert seen.current() == membership_of("a")
+    write_membership(7, membership_of("a", "b"))
     with monkeypatch.context() as patch:
-        patch.setattr(roster, "read_membership", lambda number: None)
-        assert seen.current() == a_roster("a")
-    assert seen.current() == a_roster("a", "b")
+        patch.setattr(membership, "read_membership", lambda number: None)
+        assert seen.current() == membership_of("a")
+    assert seen.current() == membership_of("a", "b")
 
 
 def test_it_is_not_looked_for_with_each_batch(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(roster, "time", clock)
+    monkeypatch.setattr(membership, "time", clock)
     seen = MembershipFile(7)
-    write_membership(7, a_roster("a", "b"))
-    assert seen.current() == a_roster("a", "b")
-    write_membership(7, a_roster("a", "b", "c"))
+    write_membership(7, membership_of("a", "b"))
+    assert seen.current() == membership_of("a", "b")
+    write_membership(7, membership_of("a", "b", "c"))
     clock.now += 0.2
-    assert seen.current() == a_roster("a", "b")
+    assert seen.current() == membership_of("a", "b")
     clock.now += 0.1
-    assert seen.current() == a_roster("a", "b", "c")
+    assert seen.current() == membership_of("a", "b", "c")
 
 
 def test_who_was_there_before_is_told_for_a_while() -> None:
@@ -484,14 +482,14 @@ def test_who_was_there_before_is_told_for_a_while() -> None:
     assert (heard.members, heard.former) == ((a, c), ())
 
 
-def test_a_roster_goes_with_its_session(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_membership_goes_with_its_session(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = sessions.create("one", memory=MIB)
-    write_membership(session.number, a_roster("a"))
+    write_membership(session.number, membership_of("a"))
     assert recovery.recover() == []
     assert read_membership(session.number) is not None, "its session is there"
     sessions.destroy(session)
     assert os.listdir(runtime) == []
-    write_membership(session.number, a_roster("a"))  # by a node that has not noticed
+    write_membership(session.number, membership_of("a"))  # by a node that has not noticed
     (runtime / f"{session.number}.cluster.0123abcd.new").touch(0o600)
     recovery.recover()
     assert os.listdir(runtime) == [f"{session.number}.cluster.0123abcd.new"]
@@ -500,7 +498,7 @@ def test_a_roster_goes_with_its_session(runtime: Path, monkeypatch: pytest.Monke
     assert os.listdir(runtime) == []
 
 
-# ---- packing -------------------------------------------------------------------------------------------
+# ---- packed records ------------------------------------------------------------------------------------
 
 MAKERS = [
     *(samples.kilobyte, samples.mapping, samples.ragged, samples.text, samples.nested, samples.number),
@@ -537,7 +535,7 @@ def test_what_is_packed_is_sound_and_comes_out_as_it_was(
 ) -> None:
     schema = Schema.infer([make(0), make(1)], keep_order=keep_order)
     cache = cache_of(schema)
-    found, records = packing.pack(cache, schema, {number: make(number) for number in numbers})
+    found, records = batch_fetch.pack(cache, schema, {number: make(number) for number in numbers})
     assert found.tolist() == numbers
     assert sound(found, records).all()
     for number, value in zip(numbers, unpacked(schema, records), strict=True):
@@ -555,7 +553,7 @@ def test_what_is_packed_is_sound_and_comes_out_as_it_was(
 def test_texts_of_any_length_travel(values: dict[int, tuple[str, bytes]]) -> None:
     schema = Schema.infer([("a", b"b"), ("", b"longer")], keep_order=True)
     values = values or {0: ("", b"")}
-    found, records = packing.pack(cache_of(schema), schema, values)
+    found, records = batch_fetch.pack(cache_of(schema), schema, values)
     assert found.tolist() == list(values)
     assert sound(found, records).all()
     assert unpacked(schema, records) == list(values.values())
@@ -564,21 +562,23 @@ def test_texts_of_any_length_travel(values: dict[int, tuple[str, bytes]]) -> Non
 def test_what_cannot_be_kept_is_absent() -> None:
     schema = Schema.infer([samples.kilobyte(0)], keep_order=True)
     odd = {3: samples.kilobyte(3), 4: samples.Opaque(4), 5: samples.kilobyte(5), 6: samples.huge_int(6)}
-    found, records = packing.pack(cache_of(schema), schema, odd, absent=[9])
+    found, records = batch_fetch.pack(cache_of(schema), schema, odd, absent=[9])
     assert found.tolist() == [3, 5, 9, 4, 6]
     assert sound(found, records).tolist() == [True, True, False, False, False]
     assert [difference(a, odd[i]) for i, a in zip((3, 5), unpacked(schema, records), strict=True)] == [
         None
     ] * 2
-    found, records = packing.pack(cache_of(schema), schema, {4: samples.Opaque(4)})
+    found, records = batch_fetch.pack(cache_of(schema), schema, {4: samples.Opaque(4)})
     assert (found.tolist(), records.generations.tolist(), records.batch.rows.nbytes) == ([4], [ABSENT], 0)
 
 
 @pytest.mark.parametrize("make", [samples.kilobyte, samples.jpeg_like])
 def test_one_message_is_not_too_large(make: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "LARGEST", 5000)
+    monkeypatch.setattr(batch_fetch, "LARGEST", 5000)
     schema = Schema.infer([make(0), make(1)], keep_order=True)
-    found, records = packing.pack(cache_of(schema), schema, {number: make(number) for number in range(40)})
+    found, records = batch_fetch.pack(
+        cache_of(schema), schema, {number: make(number) for number in range(40)}
+    )
     there = records.generations >= 0
     assert sorted(found.tolist()) == list(range(40))
     assert 0 < np.count_nonzero(there) < 40
@@ -598,41 +598,41 @@ def test_one_message_is_not_too_large(make: Callable[[int], Any], monkeypatch: p
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Of leases."""
     clock = Clock()
-    monkeypatch.setattr(shelf, "time", clock)
+    monkeypatch.setattr(store_service, "time", clock)
     return clock
 
 
 @contextlib.contextmanager
-def shelved(limit: int = 1 << 24, n: int = 40) -> Iterator[tuple[Store, StoreService]]:
+def served(limit: int = 1 << 24, n: int = 40) -> Iterator[tuple[Store, StoreService]]:
     with opened(samples.kilobyte, n, limit) as store:
         yield store, StoreService(store, FINGERPRINT)
 
 
-def take(shelf: StoreService, *numbers: int, claim: bool = True) -> list[int]:
+def take(service: StoreService, *numbers: int, claim: bool = True) -> list[int]:
     """What each of these samples is: a state, or 0 for present."""
-    records = shelf.take(ids(*numbers), np.empty(1 << 20, np.uint8), claim=claim)
+    records = service.take(ids(*numbers), np.empty(1 << 20, np.uint8), claim=claim)
     return np.minimum(records.generations, 0).tolist()  # type: ignore[no-any-return]
 
 
 def brought(store: Store, *numbers: int) -> tuple[Any, WireRecords]:
     cache = cache_of(store.schema, len(store))
-    return packing.pack(cache, store.schema, {number: samples.kilobyte(number) for number in numbers})
+    return batch_fetch.pack(cache, store.schema, {number: samples.kilobyte(number) for number in numbers})
 
 
 def test_a_claim_is_granted_once() -> None:
-    with shelved() as (store, shelf):
-        assert take(shelf, 1, 2, claim=False) == [ABSENT, ABSENT]
-        assert take(shelf, 1, 2) == [ABSENT, ABSENT], "who only asks has claimed nothing"
-        assert take(shelf, 2, 3) == [PENDING, ABSENT]
-        assert take(shelf, 1, 2, 3) == [PENDING, PENDING, PENDING]
-        assert take(shelf, 1, 4, claim=False) == [ABSENT, ABSENT], "who does not claim is not to wait"
+    with served() as (store, service):
+        assert take(service, 1, 2, claim=False) == [ABSENT, ABSENT]
+        assert take(service, 1, 2) == [ABSENT, ABSENT], "who only asks has claimed nothing"
+        assert take(service, 2, 3) == [PENDING, ABSENT]
+        assert take(service, 1, 2, 3) == [PENDING, PENDING, PENDING]
+        assert take(service, 1, 4, claim=False) == [ABSENT, ABSENT], "who does not claim is not to wait"
         store.fill(ids(5), samples.kilobyte)
-        assert take(shelf, 5, 1) == [0, PENDING]
+        assert take(service, 5, 1) == [0, PENDING]
 
 
 def test_what_a_clear_overtakes_is_not_sent() -> None:
     """The rows hold other samples' records by then."""
-    with shelved() as (store, shelf), attached(store) as other:
+    with served() as (store, service), attached(store) as other:
         store.fill(ids(1, 2), samples.kilobyte)
         locate = store.locate
 
@@ -644,14 +644,14 @@ def test_what_a_clear_overtakes_is_not_sent() -> None:
             return found
 
         store.locate = overtaken  # type: ignore[method-assign]
-        assert take(shelf, 1, 2, claim=False) == [ABSENT, ABSENT]
+        assert take(service, 1, 2, claim=False) == [ABSENT, ABSENT]
         del store.locate
-        assert take(shelf, 1, 2, claim=False) == [0, 0]
+        assert take(service, 1, 2, claim=False) == [0, 0]
 
 
 def test_what_a_process_here_reads_is_promised(tmp_path: Path) -> None:
     with opened(samples.kilobyte, 40, path=tmp_path / "store") as store:
-        shelf = StoreService(store, FINGERPRINT)
+        service = StoreService(store, FINGERPRINT)
 
         def claim() -> None:
             mine = Store.attach(str(tmp_path / "store"))
@@ -660,14 +660,14 @@ def test_what_a_process_here_reads_is_promised(tmp_path: Path) -> None:
 
         kept: list[Store] = []
         with lingering(claim):
-            assert take(shelf, 1, 2, 3) == [PENDING, PENDING, ABSENT]
-        assert take(shelf, 1, 2, 3) == [ABSENT, ABSENT, PENDING], "it has died"
+            assert take(service, 1, 2, 3) == [PENDING, PENDING, ABSENT]
+        assert take(service, 1, 2, 3) == [ABSENT, ABSENT, PENDING], "it has died"
 
 
 def test_a_process_here_waits_for_what_another_machine_reads(tmp_path: Path) -> None:
     with opened(samples.kilobyte, 40, path=tmp_path / "store") as store:
-        shelf = StoreService(store, FINGERPRINT)
-        assert take(shelf, 1, 2) == [ABSENT, ABSENT]
+        service = StoreService(store, FINGERPRINT)
+        assert take(service, 1, 2) == [ABSENT, ABSENT]
         ready, tell = os.pipe()
 
         def fill() -> None:
@@ -687,7 +687,7 @@ def test_a_process_here_waits_for_what_another_machine_reads(tmp_path: Path) -> 
         pid = child(fill)
         try:
             assert os.read(ready, 1) == b"3"
-            shelf.put(*brought(store, 1, 2), 0)
+            service.put(*brought(store, 1, 2), 0)
         finally:
             os.close(tell)
             os.close(ready)
@@ -697,29 +697,29 @@ def test_a_process_here_waits_for_what_another_machine_reads(tmp_path: Path) -> 
 
 
 def test_a_lease_ends(clock: Clock) -> None:
-    with shelved() as (store, shelves):
-        assert take(shelves, 1, 2) == [ABSENT, ABSENT]
-        clock.now += shelf.LEASE - 0.1
-        assert take(shelves, 3) == [ABSENT]
-        assert take(shelves, 1) == [PENDING]
+    with served() as (store, service):
+        assert take(service, 1, 2) == [ABSENT, ABSENT]
+        clock.now += store_service.LEASE - 0.1
+        assert take(service, 3) == [ABSENT]
+        assert take(service, 1) == [PENDING]
         clock.now += 0.2
-        assert take(shelves, 1, 3) == [ABSENT, PENDING], "the first one's time is over"
-        assert take(shelves, 1) == [PENDING], "and it is another one's now"
-        clock.now += shelf.LEASE + 0.1
-        shelves.end_leases()
+        assert take(service, 1, 3) == [ABSENT, PENDING], "the first one's time is over"
+        assert take(service, 1) == [PENDING], "and it is another one's now"
+        clock.now += store_service.LEASE + 0.1
+        service.end_leases()
         assert (store.words(ids(1, 2, 3)) == 0).all(), "processes here may claim them"
-        assert shelves._leases == {}
+        assert service._leases == {}
 
 
 def test_a_lease_that_could_not_be_ended_is_ended_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    with shelved() as (store, shelves):
-        assert take(shelves, 1) == [ABSENT]
+    with served() as (store, service):
+        assert take(service, 1) == [ABSENT]
         with monkeypatch.context() as patch:
             patch.setattr(store.filler.claims, "release", raising(OSError("too many open files")))
             with pytest.raises(OSError, match="too many"):
-                shelves.end_leases(ids(1))
-        shelves.end_leases(ids(1))
-        assert take(shelves, 1) == [ABSENT], "or it would be promised for ever"
+                service.end_leases(ids(1))
+        service.end_leases(ids(1))
+        assert take(service, 1) == [ABSENT], "or it would be promised for ever"
 
 
 def raising(error: Exception) -> Callable[..., Any]:
@@ -731,7 +731,7 @@ def raising(error: Exception) -> Callable[..., Any]:
 
 def test_a_clear_does_not_hold_up_others_where_somebody_reads(tmp_path: Path) -> None:
     with opened(samples.kilobyte, 40, path=tmp_path / "store") as store:
-        shelf = StoreService(store, FINGERPRINT)
+        service = StoreService(store, FINGERPRINT)
         store.fill(ids(5), samples.kilobyte)
         kept: list[Store] = []
 
@@ -740,11 +740,11 @@ def test_a_clear_does_not_hold_up_others_where_somebody_reads(tmp_path: Path) ->
             kept[0].filler.claims.take(ids(1), 1)
 
         with lingering(claim):
-            assert not shelf.clear(7)
-            assert shelf.clears == 0
+            assert not service.clear(7)
+            assert service.clears == 0
             assert store.holds(ids(5)), "it is whole"
-        assert shelf.clear(7)
-        assert shelf.clears == 7
+        assert service.clear(7)
+        assert service.clears == 7
         assert not store.holds(ids(5))
 
 
@@ -759,86 +759,88 @@ def test_what_was_destroyed_stays_so_whoever_clears_it(tmp_path: Path) -> None:
 def test_a_lease_is_shorter_than_anybody_waits() -> None:
     from hotset.cluster.membership import PATIENCE
 
-    assert shelf.LEASE <= PATIENCE < fill._PATIENCE_SECONDS
-    assert shelf._CLEAR_SECONDS < PATIENCE, "others' requests are not served meanwhile"
+    assert store_service.LEASE <= PATIENCE < fill._PATIENCE_SECONDS
+    assert store_service._CLEAR_SECONDS < PATIENCE, "others' requests are not served meanwhile"
 
 
 def test_what_is_brought_late_is_stored_too(clock: Clock) -> None:
-    with shelved() as (store, shelves):
-        assert take(shelves, 1, 2) == [ABSENT, ABSENT]
-        clock.now += shelf.LEASE + 0.1
-        shelves.end_leases()
-        assert shelves.put(*brought(store, 1), 0).tolist() == [True]
-        assert take(shelves, 2) == [ABSENT]  # by another machine
-        assert shelves.put(*brought(store, 2), 0).tolist() == [True], "whoever is first"
-        assert shelves.put(*brought(store, 2), 0).tolist() == [True], "the second one finds it there"
-        assert take(shelves, 1, 2) == [0, 0]
-        assert shelves._leases == {}
+    with served() as (store, service):
+        assert take(service, 1, 2) == [ABSENT, ABSENT]
+        clock.now += store_service.LEASE + 0.1
+        service.end_leases()
+        assert service.put(*brought(store, 1), 0).tolist() == [True]
+        assert take(service, 2) == [ABSENT]  # by another machine
+        assert service.put(*brought(store, 2), 0).tolist() == [True], "whoever is first"
+        assert service.put(*brought(store, 2), 0).tolist() == [True], "the second one finds it there"
+        assert take(service, 1, 2) == [0, 0]
+        assert service._leases == {}
         assert wrong(stored(store), samples.kilobyte) == {}
         assert count(store) == 2
 
 
 def test_what_nobody_claimed_may_be_brought() -> None:
-    with shelved() as (store, shelf):
-        assert shelf.put(*brought(store, 7, 8), 0).tolist() == [True, True]
-        assert take(shelf, 7, 8) == [0, 0]
+    with served() as (store, service):
+        assert service.put(*brought(store, 7, 8), 0).tolist() == [True, True]
+        assert take(service, 7, 8) == [0, 0]
 
 
 def test_what_has_no_room_is_nobodys_and_that_is_said() -> None:
-    with shelved(limit=4 * MIB // 1024) as (store, shelf):
+    with served(limit=4 * MIB // 1024) as (store, service):
         room = 0
-        while take(shelf, room) == [ABSENT]:
-            assert shelf.put(*brought(store, room), 0).tolist() == [True]
+        while take(service, room) == [ABSENT]:
+            assert service.put(*brought(store, room), 0).tolist() == [True]
             room += 1
         assert 0 < room < 8
-        assert take(shelf, room, room + 1, 0) == [FULL, FULL, 0]
-        assert take(shelf, room, claim=False) == [ABSENT], "who only asks is to ask nobody else"
-        assert shelf.put(*brought(store, room), 0).tolist() == [False]
+        assert take(service, room, room + 1, 0) == [FULL, FULL, 0]
+        assert take(service, room, claim=False) == [ABSENT], "who only asks is to ask nobody else"
+        assert service.put(*brought(store, room), 0).tolist() == [False]
         assert count(store) == room
         assert (store.words(ids(range(room, 40))) == 0).all(), "a claim would make processes here wait"
         assert wrong(stored(store), samples.kilobyte) == {}
         assert store.clear()
-        assert eventually(lambda: take(shelf, room) == [ABSENT]), "there is room again"
+        assert eventually(lambda: take(service, room) == [ABSENT]), "there is room again"
 
 
 def test_who_has_nothing_to_bring_ends_its_lease() -> None:
-    with shelved() as (store, shelf):
-        assert take(shelf, 1, 2) == [ABSENT, ABSENT]
+    with served() as (store, service):
+        assert take(service, 1, 2) == [ABSENT, ABSENT]
         cache = cache_of(store.schema, len(store))
-        ended = packing.pack(cache, store.schema, {}, absent=[1])
-        assert shelf.put(*ended, 0).tolist() == [False]
-        assert take(shelf, 1, 2) == [ABSENT, PENDING]
-        assert shelf.put(*packing.pack(cache, store.schema, {2: samples.Opaque(2)}), 0).tolist() == [False]
-        assert take(shelf, 2) == [ABSENT]
+        ended = batch_fetch.pack(cache, store.schema, {}, absent=[1])
+        assert service.put(*ended, 0).tolist() == [False]
+        assert take(service, 1, 2) == [ABSENT, PENDING]
+        assert service.put(*batch_fetch.pack(cache, store.schema, {2: samples.Opaque(2)}), 0).tolist() == [
+            False
+        ]
+        assert take(service, 2) == [ABSENT]
 
 
 def test_a_cache_that_is_destroyed_or_cleared_takes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "store"
     with opened(samples.kilobyte, 40, path=path) as store:
-        shelf = StoreService(store, FINGERPRINT)
-        assert take(shelf, 1, 2) == [ABSENT, ABSENT]
+        service = StoreService(store, FINGERPRINT)
+        assert take(service, 1, 2) == [ABSENT, ABSENT]
         store.fill(ids(5), samples.kilobyte)
-        shelf.end_leases(ids(1, 2))  # a clear waits for who is reading
+        service.end_leases(ids(1, 2))  # a clear waits for who is reading
         assert store.clear()
-        assert take(shelf, 5, claim=False) == [ABSENT]
-        assert shelf.put(*brought(store, 1), 0).tolist() == [True], "a clear forgets; it goes on"
+        assert take(service, 5, claim=False) == [ABSENT]
+        assert service.put(*brought(store, 1), 0).tolist() == [True], "a clear forgets; it goes on"
         retire(str(path))
-        assert take(shelf, 1, 2, 5) == [ABSENT] * 3, "everybody reads for himself"
-        assert take(shelf, 1, 2, 5) == [ABSENT] * 3
-        assert shelf.put(*brought(store, 2, 6), 0).tolist() == [False, False]
-        shelf.end_leases()
+        assert take(service, 1, 2, 5) == [ABSENT] * 3, "everybody reads for himself"
+        assert take(service, 1, 2, 5) == [ABSENT] * 3
+        assert service.put(*brought(store, 2, 6), 0).tolist() == [False, False]
+        service.end_leases()
         assert (store.segment.index == 0).all()
 
 
 def test_what_is_left_for_the_next_answer_is_neither_absent_nor_claimed() -> None:
-    with shelved() as (store, shelf):
+    with served() as (store, service):
         store.fill(ids(range(4)), samples.kilobyte)
-        records = shelf.take(ids(range(5)), np.empty(2 * store.schema.stride, np.uint8), claim=True)
+        records = service.take(ids(range(5)), np.empty(2 * store.schema.stride, np.uint8), claim=True)
         assert np.minimum(records.generations, 0).tolist() == [0, 0, TRUNCATED, TRUNCATED, ABSENT]
-        assert list(shelf._leases) == [4]
+        assert list(service._leases) == [4]
 
 
-def test_claims_end_with_the_shelfs_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claims_end_with_the_services_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A claim of the dead is void: nobody waits for it, or this would be for ever."""
     monkeypatch.setattr(fill, "_PATIENCE_SECONDS", 600.0)
     with opened(samples.kilobyte, 40, path=tmp_path / "store") as store:

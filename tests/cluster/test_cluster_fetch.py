@@ -28,8 +28,7 @@ import machines
 from machines import NEVER, town
 
 import hotset
-from hotset.cluster import batch_fetch, protocol, remote_cache
-from hotset.cluster import store_service as shelf
+from hotset.cluster import batch_fetch, protocol, remote_cache, store_service
 from hotset.cluster.batch_fetch import BatchFetch, Fetched
 from hotset.cluster.client import SessionPeers
 from hotset.cluster.membership import Keys, Member, Membership
@@ -49,8 +48,8 @@ FOUR = ("a", "b", "c", "d")
 SMALL, LARGE = 1, 60  # lines of a tail
 
 
-class Ticket:
-    """A request to a shelf, which is answered when it is waited for."""
+class Request:
+    """A request to a store's service, which is answered when it is waited for."""
 
     def __init__(self, name: str, wanted: Longs, answer: Callable[[], WireRecords]) -> None:
         self.name, self.ids, self._answer = name, wanted, answer
@@ -64,28 +63,28 @@ class Peer:
 
     def __init__(self, name: str, store: Store) -> None:
         self.name, self.store = name, store
-        self.shelf = StoreService(store, bytes(16))
+        self.service = StoreService(store, bytes(16))
         self.asked: list[list[int]] = []
 
-    def ask(self, cache: CacheIdentity, wanted: Longs, *, claim: bool = False) -> Ticket:
+    def ask(self, cache: CacheIdentity, wanted: Longs, *, claim: bool = False) -> Request:
         self.asked.append(wanted.tolist())
         protocol.get(0, cache, wanted)  # refuses more than one message may have
 
         def answer() -> WireRecords:
-            return self.shelf.take(wanted, np.empty(1 << 20, np.uint8), claim=claim).verified()
+            return self.service.take(wanted, np.empty(1 << 20, np.uint8), claim=claim).verified()
 
-        return Ticket(self.name, wanted, answer)
+        return Request(self.name, wanted, answer)
 
-    def put(self, cache: CacheIdentity, brought: Longs, records: WireRecords) -> Ticket:
+    def put(self, cache: CacheIdentity, brought: Longs, records: WireRecords) -> Request:
         protocol.put(0, cache, brought, records)
         good = records.verified().present
 
         def answer() -> WireRecords:
-            there = self.shelf.put(brought, records, 0)
+            there = self.service.put(brought, records, 0)
             generations = np.where(there, 0, np.where(good, FULL, ABSENT))
             return WireRecords.none(0, cache.stride)._replace(generations=generations)
 
-        return Ticket(self.name, brought, answer)
+        return Request(self.name, brought, answer)
 
 
 class Four:
@@ -124,7 +123,7 @@ class Four:
         peers.by_name = {name: other for name, other in self.peers.items() if name != me}
         store = peer.store
         generation = store.clear_generation()
-        return BatchFetch(peers, peer.shelf.cache, store, generation, self._read, lambda count: keeps)
+        return BatchFetch(peers, peer.service.cache, store, generation, self._read, lambda count: keeps)
 
     def bring(self, me: str, *wanted: int) -> Fetched:
         return self.fetch(me).run(np.array(sorted(wanted)), [])
@@ -137,7 +136,7 @@ class Four:
 def four(**limits: int) -> Iterator[Four]:
     made = Four(**limits)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shelf, "LEASE", NEVER)
+        patch.setattr(store_service, "LEASE", NEVER)
         try:
             yield made
         finally:
@@ -195,16 +194,16 @@ def test_all_that_was_asked_ahead_is_waited_for_together() -> None:
         waits: list[float] = []
         wanted = np.array([made.sample("bc")])
 
-        class Watched(Ticket):
+        class Watched(Request):
             def wait(self, deadline: float) -> WireRecords:
                 waits.append(deadline)
                 return super().wait(deadline)
 
         peers = made.peers.values()
-        tickets: Any = [
-            Watched(peer.name, wanted, peer.ask(peer.shelf.cache, wanted)._answer) for peer in peers
+        requests: Any = [
+            Watched(peer.name, wanted, peer.ask(peer.service.cache, wanted)._answer) for peer in peers
         ]
-        made.fetch("a").run(wanted, tickets[1:])
+        made.fetch("a").run(wanted, requests[1:])
         assert len(waits) == 3
         assert len(set(waits)) == 1, "one deadline, and not one after the other"
 
@@ -216,7 +215,7 @@ def test_what_is_larger_than_any_answer_is_read_at_once() -> None:
         peer.store.fill(wanted, made.text)
         memory = np.empty(LARGE * LINE // 2, np.uint8)
         for _ in range(2):
-            found = peer.shelf.take(wanted, memory, claim=True)
+            found = peer.service.take(wanted, memory, claim=True)
             assert found.generations.tolist() == [ABSENT]
 
 
@@ -277,7 +276,7 @@ def test_what_another_one_promised_and_does_not_bring_is_read_and_brought(
     monkeypatch.setattr(batch_fetch, "PATIENCE", 0.0)
     with four() as made:
         wanted = made.sample("b")
-        made.peers["b"].ask(made.peers["b"].shelf.cache, np.array([wanted]), claim=True).wait(0.0)
+        made.peers["b"].ask(made.peers["b"].service.cache, np.array([wanted]), claim=True).wait(0.0)
         assert made.bring("a", wanted).read == {wanted: made.text(wanted)}
         assert made.holders(wanted) == "b"
 
@@ -297,7 +296,7 @@ def test_what_could_not_be_read_is_promised_no_longer() -> None:
             fetch.run(ids(good, bad), [])
         fetch._settle()
         memory = np.empty(1 << 16, np.uint8)
-        found = made.peers["b"].shelf.take(ids(good, bad), memory, claim=True).generations.tolist()
+        found = made.peers["b"].service.take(ids(good, bad), memory, claim=True).generations.tolist()
         assert found[0] >= 0
         assert found[1] == ABSENT, "who asks next may read it at once"
 
@@ -305,7 +304,7 @@ def test_what_could_not_be_read_is_promised_no_longer() -> None:
 # ---- what is asked for before it is wanted -----------------------------------------------------------------
 
 
-def neighbours(made: Four, me: str, *, replicate: bool = False) -> RemoteCache:
+def remote_cache_of(made: Four, me: str, *, replicate: bool = False) -> RemoteCache:
     """A machine's way to the other three."""
     found = RemoteCache(0, bytes(16), replicate=replicate)
     peers: Any = made.fetch(me)._peers
@@ -324,7 +323,7 @@ def test_what_was_asked_for_ahead_is_not_asked_for_again() -> None:
         here, *there = (made.sample(order) for order in ("bd", "bc", "c"))
         for name, sample in zip("abc", (here, *there), strict=True):  # a replica is here
             made.peers[name].store.fill(ids(sample), made.text)
-        store, way = made.peers["a"].store, neighbours(made, "a")
+        store, way = made.peers["a"].store, remote_cache_of(made, "a")
         batch = ids(there[1], here, there[0], there[1])  # in no order, one is here, and one comes twice
         way.prefetch(store, batch)
         assert asked(made) == sorted(there), "each once, and what is here not at all"
@@ -338,7 +337,7 @@ def test_what_was_asked_for_ahead_is_not_asked_for_again() -> None:
 def test_an_interrupted_fetch_is_followed_by_others() -> None:
     with four() as made:
         batch = ids(sorted(made.sample(order) for order in ("bd", "bc", "c")))
-        store, way = made.peers["a"].store, neighbours(made, "a")
+        store, way = made.peers["a"].store, remote_cache_of(made, "a")
 
         def fetch() -> None:
             way.fetch(store, batch, made.text)
@@ -355,7 +354,7 @@ def test_threads_that_ask_first_in_a_forked_child_make_one_set_of_connections(
 ) -> None:
     """No thread uses the parent's, nor, with a lock of its own, those of another thread."""
     with four() as made:
-        store, way = made.peers["a"].store, neighbours(made, "a")
+        store, way = made.peers["a"].store, remote_cache_of(made, "a")
         begun: list[int] = []
 
         def begin(number: int) -> SessionPeers:
@@ -382,7 +381,7 @@ def test_only_what_has_no_room_here_is_passed_on() -> None:
         store.fill(ids(kept), made.text)
         store.allocator.why_full = "its memory limit is reached"
         read, generation = {each: made.text(each) for each in (kept, other)}, store.clear_generation()
-        assert neighbours(made, "a").pass_on(store, read, generation)
+        assert remote_cache_of(made, "a").pass_on(store, read, generation)
         assert (made.holders(kept), made.holders(other)) == ("a", "c")
 
 
@@ -392,7 +391,7 @@ def test_what_was_read_before_a_clear_is_not_passed_on_after_it() -> None:
         read, generation = {other: made.text(other)}, store.clear_generation()
         assert store.clear()
         store.allocator.why_full = "its memory limit is reached"
-        assert not neighbours(made, "a").pass_on(store, read, generation)
+        assert not remote_cache_of(made, "a").pass_on(store, read, generation)
         assert made.holders(other) == ""
 
 
@@ -415,7 +414,7 @@ def test_what_is_asked_for_as_a_cache_is_cleared_is_not_kept_after_it(
     with four() as made:
         wanted, store = made.sample("bcd"), made.peers["a"].store
         made.bring("c", wanted)
-        way = neighbours(made, "a", replicate=True)
+        way = remote_cache_of(made, "a", replicate=True)
         if ahead:
             way.prefetch(store, ids(wanted))
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotset.cluster import protocol as messages
+from hotset.cluster import protocol
 from hotset.cluster.protocol import Head, Malformed, Operation, Status
 from hotset.cluster.wire_records import (
     ABSENT,
@@ -101,18 +101,18 @@ def test_what_is_written_is_read(plan: list[int | None], tailed: bool, number: i
     ids = np.arange(len(plan), dtype=np.int64) * 3
     sent = records(cache, ids, plan)
     for frames, answers in (
-        (messages.get(number, cache, ids), False),
-        (messages.put(number, cache, ids, sent), False),
-        (messages.answer(head_of(cache, len(ids))._replace(number=number), cache, sent), True),
+        (protocol.get(number, cache, ids), False),
+        (protocol.put(number, cache, ids, sent), False),
+        (protocol.answer(head_of(cache, len(ids))._replace(number=number), cache, sent), True),
     ):
         frames = [bytes(frame) for frame in frames]
-        head = messages.parse_head(frames, answers=answers)
+        head = protocol.parse_head(frames, answers=answers)
         assert head.clears == (0 if answers else cache.clears)
         assert (head.number, head.samples, head.fingerprint) == (number, len(ids), cache.fingerprint)
         if not answers:
-            assert np.array_equal(messages.parse_ids(head, frames[1], cache), ids)
+            assert np.array_equal(protocol.parse_ids(head, frames[1], cache), ids)
         if len(frames) >= 4:
-            found = messages.parse_records(head, frames[-3:], ids, cache)
+            found = protocol.parse_records(head, frames[-3:], ids, cache)
             assert same(found, sent)
             there = [size is not None and size >= 0 for size in plan]
             assert sound(ids, found).tolist() == there
@@ -120,35 +120,35 @@ def test_what_is_written_is_read(plan: list[int | None], tailed: bool, number: i
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=8), st.integers(0, 2**64 - 1))
 def test_words_come_and_go(words: list[int], number: int) -> None:
-    asked = [bytes(frame) for frame in messages.clear(number, PLAIN, numbers(*words))]
-    head = messages.parse_head(asked, answers=False)
+    asked = [bytes(frame) for frame in protocol.clear(number, PLAIN, numbers(*words))]
+    head = protocol.parse_head(asked, answers=False)
     assert (head.operation, head.number, head.samples) == (Operation.CLEAR, number, len(words))
-    assert messages.parse_words(head, asked[1:]).tolist() == words
-    said = [bytes(frame) for frame in messages.words_answer(head, PLAIN, numbers(*words[:1]))]
-    answer = messages.parse_head(said, answers=True)
+    assert protocol.parse_words(head, asked[1:]).tolist() == words
+    said = [bytes(frame) for frame in protocol.words_answer(head, PLAIN, numbers(*words[:1]))]
+    answer = protocol.parse_head(said, answers=True)
     assert (answer.operation, answer.number, answer.samples) == (Operation.CLEAR, number, len(words[:1]))
     for frames in (asked, [asked[0], asked[1] + b"x"], [*asked, b""]):
         with pytest.raises(Malformed, match="words that its header says"):
-            messages.parse_words(head, frames)
+            protocol.parse_words(head, frames)
 
 
 def test_a_refusal_names_its_request_and_why() -> None:
     for status in Status:
-        (frame,) = messages.refusal(head_of(PLAIN, 5, Operation.PUT), status)
-        head = messages.parse_head([frame], answers=True)
+        (frame,) = protocol.refusal(head_of(PLAIN, 5, Operation.PUT), status)
+        head = protocol.parse_head([frame], answers=True)
         assert (head.operation, head.number, head.samples, head.status) == (Operation.PUT, 77, 0, status)
         assert head.status.sentence
 
 
 def test_a_malformed_request_is_refused_under_its_number() -> None:
-    frames = [bytes(frame) for frame in messages.get(123, PLAIN, numbers(1, 2))]
+    frames = [bytes(frame) for frame in protocol.get(123, PLAIN, numbers(1, 2))]
     later = frames[0][:8] + b"\x09\x00" + frames[0][10:]
-    refused = messages.refusal_of([later])
+    refused = protocol.refusal_of([later])
     assert refused is not None
-    head = messages.parse_head(refused, answers=True)
+    head = protocol.parse_head(refused, answers=True)
     assert (head.number, head.status) == (123, Status.MALFORMED)
-    assert messages.refusal_of([b"short"]) is None
-    assert messages.refusal_of([]) is None
+    assert protocol.refusal_of([b"short"]) is None
+    assert protocol.refusal_of([]) is None
 
 
 # ---- nothing else is read ------------------------------------------------------------------------------
@@ -158,12 +158,12 @@ def read_all(frames: list[bytes], cache: CacheIdentity) -> None:
     """Read a message as both ends do; only :class:`Malformed` may come of it."""
     for answers in (False, True):
         try:
-            head = messages.parse_head(frames, answers=answers)
+            head = protocol.parse_head(frames, answers=answers)
             ids = np.arange(head.samples, dtype=np.int64) % cache.samples
             if not answers:
-                ids = messages.parse_ids(head, frames[1] if len(frames) > 1 else b"", cache)
+                ids = protocol.parse_ids(head, frames[1] if len(frames) > 1 else b"", cache)
             rest = frames[1 if answers else 2 :]
-            found = messages.parse_records(head, rest, ids, cache, bare=len(rest) == 1)
+            found = protocol.parse_records(head, rest, ids, cache, bare=len(rest) == 1)
             if len(rest) == 3:
                 sound(ids, found)
         except Malformed:
@@ -180,9 +180,9 @@ def test_nor_do_messages_that_are_almost_right(data: st.DataObject, kind: str, c
     ids = numbers(5, 6, 7)
     sent = records(cache, ids, [300 if cache is TAILED else 0, None, 0])
     made: dict[str, list[Any]] = {
-        "get": messages.get(1, cache, ids),
-        "put": messages.put(1, cache, ids, sent),
-        "answer": messages.answer(head_of(cache, 3), cache, sent),
+        "get": protocol.get(1, cache, ids),
+        "put": protocol.put(1, cache, ids, sent),
+        "answer": protocol.answer(head_of(cache, 3), cache, sent),
     }
     frames = [bytearray(frame) for frame in made[kind]]
     for _ in range(data.draw(st.integers(1, 3))):
@@ -218,20 +218,20 @@ def test_nor_do_messages_that_are_almost_right(data: st.DataObject, kind: str, c
     ],
 )
 def test_a_head_is_refused_with_its_reason(at: int, value: bytes, why: str) -> None:
-    header = bytearray(messages.get(1, PLAIN, numbers(1))[0])
+    header = bytearray(protocol.get(1, PLAIN, numbers(1))[0])
     header[at : at + len(value)] = value
     with pytest.raises(Malformed, match=why):
-        messages.parse_head([bytes(header)], answers=False)
+        protocol.parse_head([bytes(header)], answers=False)
 
 
 def test_the_body_is_refused_with_its_reason() -> None:
     ids, head = numbers(1, 2), head_of(PLAIN, 2)
-    good = [bytes(frame) for frame in messages.answer(head, PLAIN, records(PLAIN, ids, [0, 0]))][1:]
+    good = [bytes(frame) for frame in protocol.answer(head, PLAIN, records(PLAIN, ids, [0, 0]))][1:]
     with pytest.raises(Malformed, match="sent 1 sample ids, where its header says 2"):
-        messages.parse_ids(head, bytes(8), PLAIN)
+        protocol.parse_ids(head, bytes(8), PLAIN)
     for stranger in (-1, 1000):
         with pytest.raises(Malformed, match="outside this cache, which has 1,000 samples"):
-            messages.parse_ids(head, numbers(0, stranger).tobytes(), PLAIN)
+            protocol.parse_ids(head, numbers(0, stranger).tobytes(), PLAIN)
     for frames, why in (
         (good[:2], "sent 2 frames of records instead of 3"),
         ([good[0][:8], *good[1:]], "sent 1 entries, where its header says 2"),
@@ -242,28 +242,28 @@ def test_the_body_is_refused_with_its_reason() -> None:
         ([b"\x00\x00\x10\x40" + good[0][4:], *good[1:]], "entry that is not valid"),
     ):
         with pytest.raises(Malformed, match=why):
-            messages.parse_records(head, frames, ids, PLAIN)
-    assert len(messages.parse_records(head, good, ids, PLAIN).batch.rows) == 2
+            protocol.parse_records(head, frames, ids, PLAIN)
+    assert len(protocol.parse_records(head, good, ids, PLAIN).batch.rows) == 2
 
 
 def test_an_absent_record_has_no_tail() -> None:
     entry = bytes(4) + b"\x01\x00\x00\x00"
     with pytest.raises(Malformed, match="with a tail for a record that has none"):
-        messages.parse_records(head_of(TAILED, 1), [entry, b"", bytes(LINE)], numbers(1), TAILED)
+        protocol.parse_records(head_of(TAILED, 1), [entry, b"", bytes(LINE)], numbers(1), TAILED)
 
 
 def test_a_header_of_more_samples_than_a_message_may_have_is_refused() -> None:
-    head = bytearray(messages.get(1, PLAIN, numbers(1))[0])
-    head[12:16] = messages.MOST.to_bytes(4, "little")
-    assert messages.parse_head([bytes(head)], answers=False).samples == messages.MOST
-    head[12:16] = (messages.MOST + 1).to_bytes(4, "little")
+    head = bytearray(protocol.get(1, PLAIN, numbers(1))[0])
+    head[12:16] = protocol.MOST.to_bytes(4, "little")
+    assert protocol.parse_head([bytes(head)], answers=False).samples == protocol.MOST
+    head[12:16] = (protocol.MOST + 1).to_bytes(4, "little")
     with pytest.raises(Malformed, match="65,537 samples"):
-        messages.parse_head([bytes(head)], answers=False)
+        protocol.parse_head([bytes(head)], answers=False)
 
 
 def test_who_asks_for_too_much_is_told() -> None:
     with pytest.raises(ArgumentError, match="65,536 samples"):
-        messages.get(1, PLAIN, np.zeros(messages.MOST + 1, np.int64))
+        protocol.get(1, PLAIN, np.zeros(protocol.MOST + 1, np.int64))
     with pytest.raises(ArgumentError, match="16 bytes each"):
         CacheIdentity(b"short", bytes(16), 1, 64)
 

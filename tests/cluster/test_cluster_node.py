@@ -163,13 +163,13 @@ def test_a_session_that_has_expired_is_made_anew(runtime: Path, monkeypatch: pyt
     with Node("one", 1 << 20, "127.0.0.1", post.beat) as made:
         assert eventually(lambda: read_membership(made.session.number) is not None)
         first, member = made.session, made.member
-        roster = read_membership(first.number)
+        membership = read_membership(first.number)
         assert eventually(sessions.expire), "nobody has used it"
         assert eventually(lambda: made.session != first)
         assert sessions.find("one") == made.session
         assert made.session.memory == first.memory
         assert eventually(lambda: made.member == member), "the same machine, which holds as much"
-        assert eventually(lambda: read_membership(made.session.number) == roster)
+        assert eventually(lambda: read_membership(made.session.number) == membership)
         made.destroy()
         assert post.goes_on()
         assert sessions.sessions() == [], "that was on purpose"

@@ -315,19 +315,19 @@ def test_all_nodes_and_the_directory_begin_again(tmp_path: Path) -> None:
 def test_training_goes_on_without_a_directory(tmp_path: Path) -> None:
     with town(tmp_path, image, N) as made:
         trainers = made.trainers()
-        rosters = [machine.roster() for machine in made.machines]
+        memberships = [machine.membership() for machine in made.machines]
         made.post.close()
         all_right(made.epoch(trainers, 0))
         assert made.reads() == N
         made.post.open()
         seen = set()
         assert eventually(
-            lambda: seen.add(str([m.roster() for m in made.machines])) or made.post.call("members")
+            lambda: seen.add(str([m.membership() for m in made.machines])) or made.post.call("members")
         )
         all_right(made.epoch(trainers, 1))
         assert made.reads() == 0
-        seen.add(str([machine.roster() for machine in made.machines]))
-        assert seen == {str(rosters)}, "nobody leaves meanwhile"
+        seen.add(str([machine.membership() for machine in made.machines]))
+        assert seen == {str(memberships)}, "nobody leaves meanwhile"
         lie_with_their_owners(made)
 
 
@@ -588,7 +588,11 @@ def test_a_sample_of_another_form_is_read_once_like_any_other(tmp_path: Path) ->
         assert set.union(*(machine.holds() for machine in made.machines)) == set(range(60))
 
 
-def test_who_reads_for_ever_holds_nobody_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stalled", [0, 1])
+def test_samples_whose_reader_stalls_or_dies_are_read_by_others_and_kept(
+    tmp_path: Path, stalled: int
+) -> None:
+    """All of them belong to the second machine, whose own reader stalls, or the other one's, which dies."""
     with town(tmp_path, image, N, count=2, lease=LEASE) as made:
         theirs = sorted(made.owned()[1])[:6]
         source = Stalling(image, N, theirs[3], tmp_path / "marker")
@@ -596,26 +600,15 @@ def test_who_reads_for_ever_holds_nobody_up(tmp_path: Path) -> None:
         for trainer in trainers:
             assert trainer.cache(source, image) == []
         source.arm()
-        trainers[1].begin("walk", [theirs])
+        trainers[stalled].begin("walk", [theirs])
         source.stalled_pid()
-        all_right([trainers[0].walk([theirs])])
-        source.disarm()
-        all_right([trainers[1].walked()])
-        assert [machine.holds() for machine in made.machines] == [set(), set(theirs)]
-
-
-def test_what_a_dead_process_had_promised_is_read_and_kept(tmp_path: Path) -> None:
-    with town(tmp_path, image, N, count=2, lease=LEASE) as made:
-        theirs = sorted(made.owned()[1])[:6]
-        source = Stalling(image, N, theirs[3], tmp_path / "marker")
-        trainers = [machine.trainer() for machine in made.machines]
-        for trainer in trainers:
-            assert trainer.cache(source, image) == []
-        source.arm()
-        trainers[0].begin("walk", [theirs])
-        source.stalled_pid()
-        trainers[0].kill()
-        all_right([trainers[1].walk([theirs])])
+        if stalled == 0:
+            trainers[0].kill()
+        all_right([trainers[1 - stalled].walk([theirs])])
+        if stalled == 1:
+            source.disarm()
+            all_right([trainers[1].walked()])
+            assert made.machines[0].holds() == set()
         assert made.machines[1].holds() == set(theirs)
 
 

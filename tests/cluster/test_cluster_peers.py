@@ -32,8 +32,11 @@ from stores import ids, opened
 zmq = pytest.importorskip("zmq", reason="pyzmq, which carries records between machines, is not installed")
 
 from hotset._warnings import Warner  # noqa: E402
-from hotset.cluster import backoff, sockets  # noqa: E402
-from hotset.cluster import protocol as messages  # noqa: E402
+from hotset.cluster import (  # noqa: E402
+    backoff,
+    protocol,
+    sockets,
+)
 from hotset.cluster import server as serving  # noqa: E402
 from hotset.cluster.batch_fetch import pack  # noqa: E402
 from hotset.cluster.client import Connections, Peer, PendingRequest  # noqa: E402
@@ -67,7 +70,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Fake:
-    """A shelf of rows that are their sample's number over and over, and that does as it is told."""
+    """A service of rows that are their sample's number over and over, and that does as it is told."""
 
     clears = 0
 
@@ -89,7 +92,7 @@ class Fake:
         return WireRecords(none, RecordBatch(wanted, none, rows, np.empty((0, 256), np.uint8)))
 
     def put(self, wanted: Longs, records: WireRecords, clears: int) -> Any:
-        raise OSError("this shelf is read only")
+        raise OSError("this service is read only")
 
 
 class Machine:
@@ -132,11 +135,11 @@ def machine(body: Callable[[], RecordServer]) -> Iterator[Machine]:
 
 
 def fake(
-    shelf: Fake | None = None, keys: Keys | None = SERVER, address: str = HERE
+    service: Fake | None = None, keys: Keys | None = SERVER, address: str = HERE
 ) -> Callable[[], RecordServer]:
-    """A body that serves a fake shelf to whom ``ASKER`` stands for."""
-    shelf = shelf or Fake()
-    return lambda: RecordServer(address, {FINGERPRINT: shelf}, keys, {ASKER.public})
+    """A body that serves a fake service to whom ``ASKER`` stands for."""
+    service = service or Fake()
+    return lambda: RecordServer(address, {FINGERPRINT: service}, keys, {ASKER.public})
 
 
 @contextlib.contextmanager
@@ -147,9 +150,9 @@ def asker(
         yield connections.add(name, endpoint, None if server is None else server.public)
 
 
-def wait(ticket: PendingRequest, within: float = SOON) -> tuple[WireRecords, Bytes]:
-    rows = np.full((len(ticket.ids), ticket.cache.stride), 255, np.uint8)
-    answer = ticket.wait(time.monotonic() + within)
+def wait(request: PendingRequest, within: float = SOON) -> tuple[WireRecords, Bytes]:
+    rows = np.full((len(request.ids), request.cache.stride), 255, np.uint8)
+    answer = request.wait(time.monotonic() + within)
     rows[answer.present] = answer.batch.rows
     return answer, rows
 
@@ -159,7 +162,7 @@ def fetch(peer: Peer, cache: CacheIdentity, wanted: Longs, within: float = SOON)
 
 
 def gets(peer: Peer, cache: CacheIdentity, *wanted: int) -> bool:
-    """Whether all these samples of a fake shelf come, and are what they must be."""
+    """Whether all these samples of a fake service come, and are what they must be."""
     answer, rows = fetch(peer, cache, ids(*wanted))
     assert (rows[answer.present][:, 24:] == ids(*wanted)[answer.present, None] % 256).all()
     return bool(answer.present.all())
@@ -174,10 +177,10 @@ def refuses(peer: Peer, cache: CacheIdentity, why: str, within: float = SOON) ->
     assert (rows == 255).all(), "something was written over the caller's memory"
 
 
-def unanswered(ticket: PendingRequest) -> None:
+def unanswered(request: PendingRequest) -> None:
     """Let the deadline of a request pass, to which no answer can have come; fails unless that is told of."""
     with pytest.warns(HotsetWarning, match="has not answered in time") as told:
-        answer, rows = wait(ticket, within=0.0)
+        answer, rows = wait(request, within=0.0)
     assert len(told) == 1
     assert not answer.present.any()
     assert (rows == 255).all(), "something was written over the caller's memory"
@@ -276,17 +279,17 @@ def test_records_that_are_brought_are_stored(make: samples.Callable[[int], Any])
 
     with contextlib.ExitStack() as stack, machine(body) as other, opened(make, 40) as mine:
         mine.fill(ids(range(20)), make)
-        shelf = StoreService(mine, FINGERPRINT)
+        service = StoreService(mine, FINGERPRINT)
         wanted = ids(3, 30, 7, 5)
-        brought = shelf.take(wanted, np.empty(1 << 20, np.uint8))
+        brought = service.take(wanted, np.empty(1 << 20, np.uint8))
         with asker(other.endpoint) as peer:
-            stored = peer.put(shelf.cache, wanted, brought).wait(time.monotonic() + SOON)
+            stored = peer.put(service.cache, wanted, brought).wait(time.monotonic() + SOON)
             assert stored.present.tolist() == [True, False, True, True], other.served.problem
-            back, _ = fetch(peer, shelf.cache, wanted)
+            back, _ = fetch(peer, service.cache, wanted)
             assert back.present.tolist() == [True, False, True, True]
             damaged = brought._replace(batch=brought.batch._replace(rows=brought.batch.rows.copy()))
             damaged.batch.rows[1, -1] ^= 1
-            stored = peer.put(shelf.cache, ids(13, 30, 17, 15), damaged).wait(time.monotonic() + SOON)
+            stored = peer.put(service.cache, ids(13, 30, 17, 15), damaged).wait(time.monotonic() + SOON)
             assert not stored.present.any(), "a record was stored as another sample's"
             assert other.served.unsound == 3
         came = back.batch.samples(mine.schema)
@@ -300,14 +303,14 @@ def test_a_sample_that_is_stored_while_it_is_looked_up_is_whole_or_absent(
 ) -> None:
     with opened(samples.kilobyte, 10) as store:
         store.fill(ids(0), samples.kilobyte)
-        shelf, real = StoreService(store, FINGERPRINT), store.present
+        service, real = StoreService(store, FINGERPRINT), store.present
 
         def present(wanted: Longs) -> Any:
             store.fill(wanted, samples.kilobyte)
             return real(wanted)
 
         monkeypatch.setattr(store, "present", present)
-        found = shelf.take(ids(0, 3), np.empty(1 << 20, np.uint8))
+        found = service.take(ids(0, 3), np.empty(1 << 20, np.uint8))
         assert found.verified().present.tolist() == found.present.tolist()
         assert found.present[0]
 
@@ -316,19 +319,19 @@ def test_a_sample_that_is_stored_while_it_is_looked_up_is_whole_or_absent(
 def test_what_has_no_room_in_an_answer_is_left_for_the_next(make: samples.Callable[[int], Any]) -> None:
     with opened(make, 10) as store:
         store.fill(ids(range(8)), make)
-        shelf = StoreService(store, FINGERPRINT)
+        service = StoreService(store, FINGERPRINT)
         wanted, memory, got = ids(range(10)), np.empty(2500, np.uint8), []
         while len(wanted):
-            records = shelf.take(wanted, memory)
+            records = service.take(wanted, memory)
             assert records.batch.rows.nbytes + records.batch.tails.nbytes <= len(memory)
             assert records.verified().present.tolist() == records.present.tolist()
             got += wanted[records.generations >= 0].tolist()
             wanted = wanted[records.generations == TRUNCATED]
         assert got == list(range(8))
         # A record that no answer can hold is absent, or it would be asked for again for ever.
-        assert (shelf.take(ids(7), np.empty(100, np.uint8)).generations == ABSENT).all()
+        assert (service.take(ids(7), np.empty(100, np.uint8)).generations == ABSENT).all()
         assert store.clear()
-        assert (shelf.take(ids(range(10)), memory).generations == ABSENT).all()
+        assert (service.take(ids(range(10)), memory).generations == ABSENT).all()
 
 
 # ---- strangers -----------------------------------------------------------------------------------------
@@ -434,11 +437,11 @@ def test_strangers_get_nothing_where_records_are_served() -> None:
             sockets.ask_by_password(guessing, credentials._replace(password=bytes(16)))
             sockets.ask_by_password(inside, credentials)
             # What the peer itself has sent, as it was the first on this connection.
-            overheard = Sealing(credentials, serves=False).seal(messages.get(1, cache, ids(1)))
+            overheard = Sealing(credentials, serves=False).seal(protocol.get(1, cache, ids(1)))
             for raw in raws:
                 raw.linger = 0
                 raw.connect(f"tcp://{HERE}:{credentials.port}")
-                raw.send_multipart(messages.get(1, cache, ids(1)))
+                raw.send_multipart(protocol.get(1, cache, ids(1)))
                 raw.send_multipart(overheard)
             assert eventually(lambda: other.served.refused == 2 and other.served.strangers >= 1)
             assert not inside.poll(50)
@@ -454,9 +457,9 @@ def test_strangers_get_nothing_where_records_are_served() -> None:
 def test_what_is_asked_before_there_is_a_key_is_answered() -> None:
     cache = Fake().cache
     with machine(fake()) as other, asker(other.endpoint) as peer:
-        tickets = [peer.ask(cache, ids(number)) for number in range(10)]
-        for number, ticket in enumerate(tickets):
-            answer, rows = wait(ticket)
+        requests = [peer.ask(cache, ids(number)) for number in range(10)]
+        for number, request in enumerate(requests):
+            answer, rows = wait(request)
             assert answer.present.all()
             assert (rows[0, 24:] == number).all()
 
@@ -491,26 +494,26 @@ def test_another_fingerprint_and_another_layout_are_refused() -> None:
 
 def test_another_version_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     with machine(fake()) as other, asker(other.endpoint) as peer:
-        monkeypatch.setattr(messages, "VERSION", 4)
+        monkeypatch.setattr(protocol, "VERSION", 4)
         refuses(peer, Fake().cache, "uses version 3 of hotset's messages, and this process uses version 4")
         assert other.served.requests == 0
 
 
-def test_a_shelf_that_fails_serves_nothing_and_the_others_go_on() -> None:
+def test_a_service_that_fails_serves_nothing_and_the_others_go_on() -> None:
     broken, whole = b"b" * 16, Fake()
     caches = {}
 
     def fail(wanted: Longs) -> None:
         raise OSError("the session is gone")
 
-    shelf = Fake(fail)
-    shelf.cache = dataclasses.replace(shelf.cache, fingerprint=broken)
-    caches = {broken: shelf, FINGERPRINT: whole}
+    service = Fake(fail)
+    service.cache = dataclasses.replace(service.cache, fingerprint=broken)
+    caches = {broken: service, FINGERPRINT: whole}
     with (
         machine(lambda: RecordServer(HERE, caches, SERVER, {ASKER.public})) as other,
         asker(other.endpoint) as peer,
     ):
-        refuses(peer, shelf.cache, "could not get at its own records")
+        refuses(peer, service.cache, "could not get at its own records")
         assert gets(peer, whole.cache, 1, 2)
         assert other.served.problem == "OSError: the session is gone"
 
@@ -537,7 +540,7 @@ def test_without_memory_for_a_moment_a_machine_is_busy(monkeypatch: pytest.Monke
 def test_a_request_that_goes_wrong_in_any_way_costs_the_others_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    read, asked = messages.parse_head, []
+    read, asked = protocol.parse_head, []
 
     def fail(frames: Any, *, answers: bool) -> Any:
         asked.append(answers)
@@ -545,13 +548,13 @@ def test_a_request_that_goes_wrong_in_any_way_costs_the_others_nothing(
             raise MemoryError("nothing is left")
         return read(frames, answers=answers)
 
-    monkeypatch.setattr(messages, "parse_head", fail)
+    monkeypatch.setattr(protocol, "parse_head", fail)
     cache = Fake().cache
     with machine(fake()) as other:
         with asker(other.endpoint) as peer:
-            ticket = peer.ask(cache, ids(1, 2))
+            request = peer.ask(cache, ids(1, 2))
             assert eventually(lambda: other.served.problem)
-            unanswered(ticket)
+            unanswered(request)
         with asker(other.endpoint) as peer:
             assert gets(peer, cache, 1, 2)
         assert other.served.problem == "MemoryError: nothing is left"
@@ -661,7 +664,7 @@ def test_an_answer_that_is_replayed_is_dropped() -> None:
         assert eventually(lambda: peer.poll(0.01) or peer.traffic.late == 6)
 
 
-def test_answers_in_another_order_find_their_tickets() -> None:
+def test_answers_in_another_order_find_their_requests() -> None:
     held: list[list[bytes]] = []
 
     def swap(frames: list[bytes]) -> list[list[bytes]]:
@@ -675,19 +678,19 @@ def test_answers_in_another_order_find_their_tickets() -> None:
         asker(endpoint, keys=None, server=None) as peer,
     ):
         one, two = peer.ask(cache, ids(1, 2)), peer.ask(cache, ids(3, 4))
-        for ticket, wanted in ((one, [1, 2]), (two, [3, 4])):
-            answer, rows = wait(ticket)
+        for request, wanted in ((one, [1, 2]), (two, [3, 4])):
+            answer, rows = wait(request)
             assert answer.present.all()
             assert rows[:, 30].tolist() == wanted
 
 
 def test_answers_in_flight_are_not_written_over() -> None:
     """More of them than there are buffers, and larger than what is copied before it is sent."""
-    shelf = Fake(width=300_000)
-    with machine(fake(shelf)) as other, asker(other.endpoint) as peer:
-        tickets = [peer.ask(shelf.cache, ids(range(k, k + 40))) for k in range(12)]
-        for k, ticket in enumerate(tickets):
-            answer, rows = wait(ticket)
+    service = Fake(width=300_000)
+    with machine(fake(service)) as other, asker(other.endpoint) as peer:
+        requests = [peer.ask(service.cache, ids(range(k, k + 40))) for k in range(12)]
+        for k, request in enumerate(requests):
+            answer, rows = wait(request)
             assert answer.present.all()
             assert (rows[:, 24:] == ids(range(k, k + 40))[:, None]).all()
 
@@ -710,9 +713,9 @@ def test_an_answer_that_comes_late_is_dropped_and_the_peer_is_left_alone(clock: 
         del abandoned
         assert gets(peer, cache, 6), "what nobody waits for must not get in the way"
         assert peer.traffic.late == 1
-        ticket = peer.ask(cache, ids(1, 2))
+        request = peer.ask(cache, ids(1, 2))
         assert begun.wait(SOON)
-        unanswered(ticket)
+        unanswered(request)
         gate.set()
         assert eventually(lambda: other.served.requests == 4)
         clock.now += 0.4
@@ -817,14 +820,14 @@ def test_a_peer_that_restarts_with_another_key_serves_who_knows_it(clock: Clock)
 
 def test_a_stopped_asker_does_not_hold_up_the_others() -> None:
     """More answers than there are buffers wait for it, each larger than what sockets hold."""
-    shelf = Fake(width=100_000)
+    service = Fake(width=100_000)
     out, into = os.pipe()
-    with machine(fake(shelf)) as other:
+    with machine(fake(service)) as other:
 
         def greedy() -> None:
             with asker(other.endpoint) as peer:
-                tickets = [peer.ask(shelf.cache, ids(range(100))) for _ in range(8)]
-                wait(tickets[0])
+                requests = [peer.ask(service.cache, ids(range(100))) for _ in range(8)]
+                wait(requests[0])
                 os.write(into, b"k")
                 signal.pause()
 
@@ -834,7 +837,7 @@ def test_a_stopped_asker_does_not_hold_up_the_others() -> None:
             stop(pid)
             with asker(other.endpoint) as peer:
                 for _ in range(5):
-                    assert gets(peer, shelf.cache, *range(100))
+                    assert gets(peer, service.cache, *range(100))
         finally:
             kill(pid)
             os.close(out)
@@ -843,7 +846,7 @@ def test_a_stopped_asker_does_not_hold_up_the_others() -> None:
 
 def test_too_many_requests_are_refused_and_the_peer_is_not_to_blame() -> None:
     cache = Fake().cache
-    head = messages.get(1, cache, ids(1))
+    head = protocol.get(1, cache, ids(1))
     with (
         machine(fake(Fake(lambda wanted: time.sleep(0.02)), keys=None)) as other,
         asker(other.endpoint, keys=None, server=None) as peer,
@@ -859,12 +862,12 @@ def test_too_many_requests_are_refused_and_the_peer_is_not_to_blame() -> None:
             return other.served.refused > 0
 
         assert eventually(is_flooded)
-        refused = messages.parse_head([raw.recv_multipart()[0]], answers=True)
+        refused = protocol.parse_head([raw.recv_multipart()[0]], answers=True)
         assert refused.status in (Status.BUSY, Status.OK)
         raw.close()
         context.term()
-        tickets = [peer.ask(cache, ids(k)) for k in range(20)]
-        assert sum(ticket.is_lost for ticket in tickets) == 4, "more in flight than the other end queues"
+        requests = [peer.ask(cache, ids(k)) for k in range(20)]
+        assert sum(request.is_lost for request in requests) == 4, "more in flight than the other end queues"
         assert not peer.traffic.failures
         peer.note_refusal(Status.BUSY, cache)
         assert not peer.is_backing_off
@@ -901,16 +904,16 @@ def test_a_forked_child_asks_by_itself() -> None:
 def _open_and_close() -> None:
     def once() -> None:
         with (
-            RecordServer(HERE, {FINGERPRINT: shelf}, SERVER, {ASKER.public}) as serving,
+            RecordServer(HERE, {FINGERPRINT: service}, SERVER, {ASKER.public}) as serving,
             asker(serving.endpoint) as peer,
         ):
-            assert gets(peer, shelf.cache, 1, 2)
-            peer.ask(shelf.cache, ids(1))
+            assert gets(peer, service.cache, 1, 2)
+            peer.ask(service.cache, ids(1))
             counts.append(len(os.listdir("/proc/self/task")))
         serving.close()
         peer.connections.close()
 
-    shelf, counts = Fake(width=100_000), [0]
+    service, counts = Fake(width=100_000), [0]
     once()  # and pyzmq's own collector of what was sent without a copy starts, and stays
     assert eventually(lambda: len(os.listdir("/proc/self/task")) < counts[-1])
     before, files = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
@@ -968,8 +971,8 @@ def test_closing_does_not_wait_for_who_does_not_answer() -> None:
 
         def job() -> None:
             with asker(other.endpoint) as peer:
-                ticket = peer.ask(Fake().cache, ids(1))
-            answer, _ = wait(ticket)
+                request = peer.ask(Fake().cache, ids(1))
+            answer, _ = wait(request)
             assert not answer.present.any()
 
         in_child(job)  # which fails if it hangs
@@ -981,16 +984,16 @@ def test_keys_do_not_show_their_secret() -> None:
 
 
 def test_operations_that_are_no_gets_have_no_rows() -> None:
-    """A shelf that cannot be written refuses, and its peer goes on."""
-    shelf = Fake()
+    """A service that cannot be written refuses, and its peer goes on."""
+    service = Fake()
     with machine(fake()) as other, asker(other.endpoint) as peer:
-        brought = shelf.take(ids(1, 2), np.empty(1000, np.uint8))
-        ticket = peer.put(shelf.cache, ids(1, 2), brought)
-        assert ticket.operation is Operation.PUT
+        brought = service.take(ids(1, 2), np.empty(1000, np.uint8))
+        request = peer.put(service.cache, ids(1, 2), brought)
+        assert request.operation is Operation.PUT
         with pytest.warns(HotsetWarning, match="could not get at its own records"):
-            answer = ticket.wait(time.monotonic() + SOON)
+            answer = request.wait(time.monotonic() + SOON)
         assert not answer.present.any()
-        assert other.served.problem == "OSError: this shelf is read only"
+        assert other.served.problem == "OSError: this service is read only"
 
 
 # ---- no descriptors ------------------------------------------------------------------------------------

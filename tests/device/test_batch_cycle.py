@@ -17,24 +17,24 @@ from hotset.device.queue import DeviceQueue
 from hotset.errors import StateError
 
 
-def rounds_of(loader: Any) -> BatchCycle:
+def cycle_of(loader: Any) -> BatchCycle:
     return BatchCycle(DeviceQueue(loader, depth=0, device="cpu"))
 
 
-def drawn(rounds: BatchCycle, count: int) -> list[Any]:
-    return [rounds.take(count - number).batch for number in range(count)]
+def drawn(cycle: BatchCycle, count: int) -> list[Any]:
+    return [cycle.take(count - number).batch for number in range(count)]
 
 
 @given(st.integers(1, 5), st.lists(st.integers(0, 7), max_size=6))
 def test_positions_are_those_of_a_loop(length: int, calls: list[int]) -> None:
-    rounds = rounds_of(list(range(length)))
+    cycle = cycle_of(list(range(length)))
     taken = 0
     for call in calls:
-        assert drawn(rounds, call) == [(taken + number) % length for number in range(call)]
+        assert drawn(cycle, call) == [(taken + number) % length for number in range(call)]
         taken += call
-        assert (rounds.length, rounds.epoch, rounds.step) == (length, taken // length, taken % length)
-    rounds.close()
-    assert (rounds.epoch, rounds.step) == (taken // length, 0)
+        assert (cycle.length, cycle.epoch, cycle.step) == (length, taken // length, taken % length)
+    cycle.close()
+    assert (cycle.epoch, cycle.step) == (taken // length, 0)
 
 
 class Told(list[Any]):
@@ -58,27 +58,27 @@ class Counting(Told):
 
 def test_each_new_pass_is_told_of_its_number() -> None:
     for loader in (Told(2), Counting(2)):
-        drawn(rounds_of(loader), 7)
+        drawn(cycle_of(loader), 7)
         assert loader.told == [1, 2, 3]
 
 
 def test_it_is_told_when_the_pass_begins_and_not_before() -> None:
     loader = Counting(2)
-    rounds = rounds_of(loader)
-    drawn(rounds, 2)
+    cycle = cycle_of(loader)
+    drawn(cycle, 2)
     assert loader.told == []
-    drawn(rounds, 1)
+    drawn(cycle, 1)
     assert loader.told == [1]
 
 
 def test_who_sets_epochs_himself_is_not_overruled() -> None:
     loader = Counting(2)
-    rounds = rounds_of(loader)
+    cycle = cycle_of(loader)
     for epoch in range(5, 9):
         loader.set_epoch(epoch)
-        drawn(rounds, 2)
+        drawn(cycle, 2)
     assert loader.told == [5, 6, 7, 8]
-    drawn(rounds, 2)
+    drawn(cycle, 2)
     assert loader.told == [5, 6, 7, 8, 9]
 
 
@@ -97,7 +97,7 @@ def test_samplers_are_found_wherever_a_loader_has_them(where: str) -> None:
         batches.set_epoch = sampler.set_epoch  # type: ignore[attr-defined]
     else:
         loader = DataLoader(data, batch_sampler=BatchSampler(sampler, 2, False))
-    drawn(rounds_of(loader), 7)
+    drawn(cycle_of(loader), 7)
     assert sampler.epoch == 2
 
 
@@ -128,24 +128,24 @@ class _FailingPass:
 
 
 def test_after_an_error_it_goes_on_and_the_pass_counts() -> None:
-    rounds = rounds_of(Failing())
+    cycle = cycle_of(Failing())
     found: list[Any] = []
     for _ in range(6):
         try:
-            found.append(rounds.take(1).batch)
+            found.append(cycle.take(1).batch)
         except OSError:
             found.append("error")
     assert found == [1, "error", 3, 1, "error", 3]
-    assert rounds.epoch == 1
+    assert cycle.epoch == 1
 
 
 def test_states_that_are_none() -> None:
-    rounds = rounds_of([1])
+    cycle = cycle_of([1])
     for state in (None, {}, {"passes": "x", "taken": 0, "loader": {}}, {"passes": 0, "taken": 0}):
         with pytest.raises(StateError, match="state must be what Sink"):
-            rounds.load_state_dict(state)  # type: ignore[arg-type]
+            cycle.load_state_dict(state)  # type: ignore[arg-type]
     with pytest.raises(StateError, match="cannot say where it stands"):
-        rounds.state_dict()
+        cycle.state_dict()
 
 
 # Rows of resident samples
@@ -197,11 +197,11 @@ class Scripted(DeviceQueue[Any]):
         return Pass()
 
 
-def told(rounds: BatchCycle, count: int) -> list[Any]:
+def told(cycle: BatchCycle, count: int) -> list[Any]:
     found: list[Any] = []
     for number in range(count):
         try:
-            one = rounds.take(count - number)
+            one = cycle.take(count - number)
         except OSError:
             found.append("error")
         else:
@@ -223,18 +223,18 @@ def test_a_batch_that_is_not_resident_comes_in_its_turn() -> None:
 
 def test_an_error_comes_in_its_turn_and_what_was_uploaded_is_not_lost() -> None:
     queue = Scripted([[1], [2], OSError(), [3], [4]])
-    rounds = BatchCycle(queue)
-    assert told(rounds, 5) == [[1], [2], "error", [3], [4]]
-    assert rounds.step == 4
+    cycle = BatchCycle(queue)
+    assert told(cycle, 5) == [[1], [2], "error", [3], [4]]
+    assert cycle.step == 4
 
 
 def test_rows_that_were_found_before_an_interrupt_come_after_it() -> None:
     queue = Scripted([[1], [2], KeyboardInterrupt(), [3], [4]])
-    rounds = BatchCycle(queue)
+    cycle = BatchCycle(queue)
     with pytest.raises(KeyboardInterrupt):
-        rounds.take(5)
-    assert rounds.step == 0
-    assert told(rounds, 4) == [[1], [2], [3], [4]]
+        cycle.take(5)
+    assert cycle.step == 0
+    assert told(cycle, 4) == [[1], [2], [3], [4]]
 
 
 class Stateful(Scripted):
@@ -249,8 +249,8 @@ class Stateful(Scripted):
 
 
 def test_a_state_after_an_interrupt_is_that_before_the_rows_that_were_found() -> None:
-    rounds = BatchCycle(Stateful([[1], [2], [3], KeyboardInterrupt(), [4]]))
-    assert told(rounds, 1) == [[1]]
+    cycle = BatchCycle(Stateful([[1], [2], [3], KeyboardInterrupt(), [4]]))
+    assert told(cycle, 1) == [[1]]
     with pytest.raises(KeyboardInterrupt):
-        rounds.take(5)
-    assert rounds.state_dict() == {"passes": 0, "taken": 1, "loader": {"given": 1}}
+        cycle.take(5)
+    assert cycle.state_dict() == {"passes": 0, "taken": 1, "loader": {"given": 1}}

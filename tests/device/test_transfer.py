@@ -1,4 +1,4 @@
-"""Lanes to a device: a batch is whole when a step reads it, and the host's memory waits for its copy.
+"""Transfers to a device: a batch is whole when a step reads it, and the host's memory waits for its copy.
 
 There is no graphics card here: ``cards.py`` stands for one whose copies and steps are as late as can be.
 """
@@ -30,7 +30,7 @@ N, BATCH = 12, 2  # 1 MiB: each batch has a block of its own, and is gathered wh
 EXPECTED = [default_collate([half_megabyte(i) for i in range(at, at + BATCH)]) for at in range(0, N, BATCH)]
 
 
-def lane_of(card: Card) -> StreamTransfer:
+def transfer_of(card: Card) -> StreamTransfer:
     return StreamTransfer(card.device, api=card)
 
 
@@ -92,23 +92,23 @@ def on_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
 
 def test_a_block_is_not_lent_again_before_its_copy_has_ended() -> None:
     with Card() as card:
-        lane, memory, seen = lane_of(card), Recycled(), list[Any]()
+        transfer, memory, seen = transfer_of(card), Recycled(), list[Any]()
         for value in range(6):
             batch = memory.batch(value)
-            sent = lane.send(batch)
+            sent = transfer.send(batch)
             del batch
-            reads(card, lane.receive(sent), seen)
+            reads(card, transfer.receive(sent), seen)
         assert len(memory.numbers) == 6, "a block was lent again though no copy has been made"
         card.steps.run()
         assert [batch[1].tolist() for batch in seen] == [[value] * 64 for value in range(6)]
         for value in range(6, 12):
             batch = memory.batch(value)
-            sent = lane.send(batch)
+            sent = transfer.send(batch)
             del batch
-            lane.receive(sent)
+            transfer.receive(sent)
             card.copies[0].run()
         assert len(memory.numbers) <= 8, "blocks are not lent again though their copies have ended"
-        lane.close()
+        transfer.close()
 
 
 @settings(max_examples=25)
@@ -118,19 +118,19 @@ def test_a_block_is_not_lent_again_before_its_copy_has_ended() -> None:
 def test_whatever_the_cards_pace(story: list[tuple[bool, int, int]], ahead: int) -> None:
     """Batches sent up to so many ahead, received, and the card doing a little of its work in between."""
     with Card() as card:
-        lane, memory, seen = lane_of(card), Recycled(), list[Any]()
+        transfer, memory, seen = transfer_of(card), Recycled(), list[Any]()
         sent: list[Any] = []
         count = 0
         for sends, copied, stepped in [*story, *[(False, 0, 0)] * ahead]:
             if sends:
-                sent.append(lane.send(memory.batch(count)))
+                sent.append(transfer.send(memory.batch(count)))
                 count += 1
             if sent and (len(sent) > ahead or not sends):
-                reads(card, lane.receive(sent.pop(0)), seen)
+                reads(card, transfer.receive(sent.pop(0)), seen)
             card.copies[0].run(card.copies[0].done + copied)
             card.steps.run(card.steps.done + stepped)
         for one in sent:
-            reads(card, lane.receive(one), seen)
+            reads(card, transfer.receive(one), seen)
         card.steps.run()
         assert [[part.tolist() for part in batch] for batch in seen] == [
             [[value] * 64] * 2 for value in range(count)
@@ -138,15 +138,15 @@ def test_whatever_the_cards_pace(story: list[tuple[bool, int, int]], ahead: int)
 
 
 @pytest.mark.parametrize("end", ["close", "drop"])
-def test_the_end_of_a_lane_waits_for_its_copies(end: str) -> None:
+def test_the_end_of_a_transfer_waits_for_its_copies(end: str) -> None:
     with Card() as card:
-        lane, memory = lane_of(card), Recycled()
-        moved = [lane.send(memory.batch(value)).batch for value in range(3)]
+        transfer, memory = transfer_of(card), Recycled()
+        moved = [transfer.send(memory.batch(value)).batch for value in range(3)]
         assert moved[2][0].tolist() == [0xA5] * 64, "the card is not as late as it should be"
         if end == "close":
-            lane.close()
+            transfer.close()
         else:
-            del lane
+            del transfer
         for _ in range(3):
             memory.batch(99)
         assert [batch[1].tolist() for batch in moved] == [[value] * 64 for value in range(3)]
@@ -155,36 +155,36 @@ def test_the_end_of_a_lane_waits_for_its_copies(end: str) -> None:
 
 def test_a_copy_that_fails_leaves_those_before_it_their_memory() -> None:
     with Card() as card:
-        lane, memory = lane_of(card), Recycled()
+        transfer, memory = transfer_of(card), Recycled()
         card.room = 1
         try:
-            lane.send(memory.batch(5))
+            transfer.send(memory.batch(5))
         except torch.OutOfMemoryError as error:
             error.__traceback__ = None
         assert len(card.copies[0].left) == 1
         memory.batch(99)
         assert memory.numbers == {0, 1}, "the block was lent again"
-        lane.close()
+        transfer.close()
         memory.batch(98)
         assert memory.numbers == {0, 1}
 
 
 def test_the_host_waits_for_nothing_and_lets_go_of_what_has_ended() -> None:
     with Card() as card:
-        lane = lane_of(card)
+        transfer = transfer_of(card)
         batches = [torch.full((8,), value) for value in range(4)]
         alive = [weakref.ref(batch) for batch in batches]
-        sent = [lane.send(batches.pop(0)) for _ in range(3)]
+        sent = [transfer.send(batches.pop(0)) for _ in range(3)]
         assert [one() is not None for one in alive[:3]] == [True] * 3
         card.copies[0].run(2)
-        lane.receive(sent[0])
+        transfer.receive(sent[0])
         assert [one() is not None for one in alive[:3]] == [False, False, True]
-        lane.send(batches.pop(0))
+        transfer.send(batches.pop(0))
         card.copies[0].run()
-        lane.send(torch.zeros(1))
+        transfer.send(torch.zeros(1))
         assert [one() is not None for one in alive] == [False] * 4
         assert sum(one.event.waits for one in sent) == 0
-        lane.close()
+        transfer.close()
 
 
 # ---- how far the host runs ahead ----------------------------------------------------------------------
@@ -248,10 +248,10 @@ def test_the_host_waits_for_bytes_not_for_batches(on_card: Card, monkeypatch: py
 
 def test_copies_to_a_device_share_a_stream() -> None:
     with Card() as card:
-        lanes = [lane_of(card) for _ in range(3)]
+        transfers = [transfer_of(card) for _ in range(3)]
         assert len(card.copies) == 1
-        for lane in lanes:
-            lane.close()
+        for transfer in transfers:
+            transfer.close()
 
 
 # ---- what is copied, and what is not ------------------------------------------------------------------
@@ -259,62 +259,62 @@ def test_copies_to_a_device_share_a_stream() -> None:
 
 def test_memory_that_is_not_page_locked_is_brought_to_memory_that_is() -> None:
     with Card(pinned=False) as card:
-        lane, memory = lane_of(card), Recycled()
+        transfer, memory = transfer_of(card), Recycled()
         locked = torch.full((4,), 7).pin_memory()
         batch = [*memory.batch(1), locked, torch.empty(0, 3)]
-        sent = lane.send(batch)
+        sent = transfer.send(batch)
         del batch
         memory.batch(99)
         assert memory.numbers == {0}, "nothing reads the block any more, and it was not given back"
         assert (len(card.locked), card.pageable) == (3, 0)
-        moved = lane.receive(sent)
+        moved = transfer.receive(sent)
         card.steps.run()
         assert [one.tolist() for one in moved] == [[1] * 64, [1] * 64, [7] * 4, []]
         assert tuple(moved[3].shape) == (0, 3)
-        lane.close()
+        transfer.close()
 
 
 def test_what_is_on_the_device_and_what_is_no_tensor_stays_as_it_is() -> None:
     with Card() as card:
-        lane = lane_of(card)
-        there = lane.receive(lane.send(torch.ones(3)))
+        transfer = transfer_of(card)
+        there = transfer.receive(transfer.send(torch.ones(3)))
         note = Opaque(1)
         batch = {"there": there, "pair": Pair("text", [note, torch.zeros(2)])}
         copies = len(card.copies[0].left)
-        got = lane.receive(lane.send(batch))
+        got = transfer.receive(transfer.send(batch))
         assert got["there"] is there
         assert got["pair"].image == "text"
         assert got["pair"].label[0] is note
         assert len(card.copies[0].left) == copies + 1
         assert isinstance(batch["pair"], Pair)
         assert batch["pair"].label[1].device.type == "cpu", "the batch itself was changed"
-        lane.close()
+        transfer.close()
 
 
 def test_a_batch_that_is_on_the_device_waits_for_no_copies() -> None:
     with Card() as card:
-        lane = lane_of(card)
-        there = lane.receive(lane.send([torch.ones(3)]))
+        transfer = transfer_of(card)
+        there = transfer.receive(transfer.send([torch.ones(3)]))
         card.copies[0].run()
         card.steps.run()
-        lane.send(torch.zeros(3))
-        got = lane.receive(lane.send(there))
+        transfer.send(torch.zeros(3))
+        got = transfer.receive(transfer.send(there))
         assert got[0] is there[0]
         assert got is not there, "the consumer may change its list"
         card.steps.run()
         assert len(card.copies[0].left) == 1
         assert [tensor is there[0] for tensor, _ in card.used] == [True, True]
-        lane.close()
+        transfer.close()
 
 
 def test_what_is_received_is_said_to_be_used_by_the_consumers_stream() -> None:
     """Else the allocator gives its memory to the next copy while the step reads it."""
     with Card() as card:
-        lane = lane_of(card)
-        sent = lane.send({"x": torch.ones(3), "y": [torch.ones(2)]})
+        transfer = transfer_of(card)
+        sent = transfer.send({"x": torch.ones(3), "y": [torch.ones(2)]})
         assert card.used == []
         with card.stream(other := card.Stream(card.device)):
-            got = lane.receive(sent)
+            got = transfer.receive(sent)
         assert [(id(tensor), stream) for tensor, stream in card.used] == [
             (id(tensor), other) for tensor in tensors_of(got)
         ]
@@ -322,7 +322,7 @@ def test_what_is_received_is_said_to_be_used_by_the_consumers_stream() -> None:
         assert card.steps.left == []
         other.run()
         equal_batches(map_tensors(torch.clone, got), {"x": torch.ones(3), "y": [torch.ones(2)]})
-        lane.close()
+        transfer.close()
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
@@ -330,12 +330,12 @@ def test_a_sparse_tensor_is_used_by_the_consumers_stream_with_all_that_it_is_mad
     dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
     sparse = [dense.to_sparse(), dense.to_sparse_csr()]
     with Card() as card:
-        lane = lane_of(card)
-        moved = lane.receive(lane.send(sparse))
+        transfer = transfer_of(card)
+        moved = transfer.receive(transfer.send(sparse))
         assert [one.to_dense().tolist() for one in moved] == [dense.tolist()] * 2
         assert [tensor.shape for tensor, _ in card.used] == [(2, 2), (2,), (3,), (2,), (2,)]
-        assert lane._last_size == sum(tensor.nbytes for tensor, _ in card.used)
-        lane.close()
+        assert transfer._last_size == sum(tensor.nbytes for tensor, _ in card.used)
+        transfer.close()
 
 
 def test_the_thread_that_reads_ahead_is_on_the_consumers_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,26 +431,26 @@ def test_a_full_card_is_told_when_the_batch_is_due(on_card: Card) -> None:
     assert [int(batch[0]) for batch in kept] == [0, 1, 2, 4, 5]
 
 
-# ---- the host's lane, and which it is -----------------------------------------------------------------
+# ---- the host's transfer, and which it is -----------------------------------------------------------------
 
 
 def test_on_the_host_a_batch_is_handed_over_as_it_is() -> None:
-    lane = HostTransfer(torch.device("cpu"))
+    transfer = HostTransfer(torch.device("cpu"))
     batch = {"x": [torch.ones(2), "text"]}
-    assert lane.receive(lane.send(batch)) is batch
-    assert not lane.ahead
+    assert transfer.receive(transfer.send(batch)) is batch
+    assert not transfer.ahead
 
 
 def test_a_device_without_streams_of_ours_gets_copies() -> None:
-    lane = HostTransfer(torch.device("meta"))
+    transfer = HostTransfer(torch.device("meta"))
     batch = Pair(torch.ones(2), {"name": "text", "y": [torch.zeros(3)]})
-    got = lane.receive(lane.send(batch))
+    got = transfer.receive(transfer.send(batch))
     assert [one.device.type for one in tensors_of(got)] == ["meta", "meta"]
     assert (type(got), got.label["name"]) == (Pair, "text")
-    lane.close()
+    transfer.close()
 
 
-def test_which_device_and_which_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_device_and_which_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_device(None) == torch.device("cpu")
     assert resolve_device("meta") == torch.device("meta")
     assert resolve_device("cuda:3") == torch.device("cuda", 3)

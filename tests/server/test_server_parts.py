@@ -1,4 +1,4 @@
-"""The server's parts one by one: who is let in, history, metrics, chores, log, options, the claim."""
+"""The server's parts one by one: who is let in, history, metrics, housekeeping, log, options, the claim."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ BUSY = PeerStats(received=3000, bytes=5 << 20, stored=40, unsound=1, failures=2,
 
 
 @pytest.mark.usefixtures("runtime")
-def test_machines_are_told_as_the_roster_and_the_tally_have_them() -> None:
+def test_machines_are_told_as_the_membership_and_the_statistics_have_them() -> None:
     found = report(7, hits=1)
     assert session_view(found)["machines"] == []
     share(7, "b", "c", "a")
@@ -259,7 +259,7 @@ def test_machines_are_told_as_the_roster_and_the_tally_have_them() -> None:
     assert session_view(report(8))["machines"] == []
 
 
-def test_a_tally_that_cannot_be_read_hides_no_machine(runtime: Path) -> None:
+def test_a_statistics_file_that_cannot_be_read_hides_no_machine(runtime: Path) -> None:
     share(7, "b", "a")
     passed(7, a=BUSY)
     whole = (runtime / "7.traffic").read_bytes()
@@ -360,11 +360,11 @@ def test_metrics_tell_of_other_machines_as_many_as_are_told_of() -> None:
     assert len(values([report(1), report(2)])["hotset_peer_bytes_total"]) == 1000
 
 
-# Chores, log, options
+# Housekeeping, log, options
 
 
 def test_a_chore_that_fails_is_logged_once_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
-    chores = Housekeeper(SessionService(LOCAL, None), History())
+    housekeeper = Housekeeper(SessionService(LOCAL, None), History())
     turns = []
 
     def fail() -> None:
@@ -372,14 +372,14 @@ def test_a_chore_that_fails_is_logged_once_and_tried_again(caplog: pytest.LogCap
         raise RuntimeError("broken" if len(turns) < 3 else "otherwise")
 
     for _ in range(3):
-        chores.do("this", fail)
-    chores.do("this", lambda: None)
-    chores.do("this", fail)
+        housekeeper.do("this", fail)
+    housekeeper.do("this", lambda: None)
+    housekeeper.do("this", fail)
     assert len(turns) == 4
     assert [record.message for record in caplog.records] == ["this failed, and is tried again"] * 3
 
 
-def test_chores_go_on_when_everything_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_housekeeping_goes_on_when_everything_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hotset.server.daemon.INTERVAL", 0.01)
     turns = []
 
@@ -387,25 +387,25 @@ def test_chores_go_on_when_everything_fails(monkeypatch: pytest.MonkeyPatch) -> 
         turns.append(1)
         raise RuntimeError("broken")
 
-    keeper = SessionService(LOCAL, None)
-    monkeypatch.setattr(keeper, "clean", fail)
+    service = SessionService(LOCAL, None)
+    monkeypatch.setattr(service, "clean", fail)
     monkeypatch.setattr("hotset.server.daemon.report_all", fail)
-    with Housekeeper(keeper, History()):
+    with Housekeeper(service, History()):
         assert eventually(lambda: len(turns) > 10)
 
 
 def test_the_status_has_the_caches_of_jobs_that_are_in_no_session(runtime: Path) -> None:
-    keeper = SessionService(LOCAL, None)
+    service = SessionService(LOCAL, None)
     sessions.create("one", memory=1 << 20)
     with hotset.cache(Samples(torch.tensor, 20), memory="1MiB") as cached:
         for _ in range(2):
             list(hotset.DataLoader(cached, batch_size=10))
         with hotset.cache(Samples(torch.tensor, 10), session="one"):
-            (job,) = keeper.status()["jobs"]
-            (of_session,) = keeper.status()["sessions"][0]["caches"]
+            (job,) = service.status()["jobs"]
+            (of_session,) = service.status()["sessions"][0]["caches"]
     assert (job["id"], job["samples"], job["hit_rate"]) == (os.getpid(), 20, 0.5)
     assert of_session["samples"] == 10
-    assert keeper.status()["jobs"] == []
+    assert service.status()["jobs"] == []
 
 
 def test_the_log_is_cut_to_its_last_half(tmp_path: Path) -> None:
@@ -558,10 +558,10 @@ def test_a_session_that_cannot_be_destroyed_keeps_nobody_from_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOTSET_RUNTIME_DIR", str(tmp_path / "runtime"))
-    keeper = SessionService(LOCAL, None)
-    keeper.begin()
+    service = SessionService(LOCAL, None)
+    service.begin()
     for name in ("one", "two"):
-        keeper.create({"name": name, "memory": "1MiB"})
+        service.create({"name": name, "memory": "1MiB"})
     destroy = sessions.destroy
 
     def fail_first(session: Session) -> int:
@@ -571,21 +571,21 @@ def test_a_session_that_cannot_be_destroyed_keeps_nobody_from_the_end(
 
     with monkeypatch.context() as broken:
         broken.setattr(sessions, "destroy", fail_first)
-        keeper.end()
+        service.end()
     assert [session.name for session in sessions.sessions()] == ["one"]
-    keeper.end()
+    service.end()
     assert sessions.sessions() == []
 
 
-def test_a_keeper_that_has_ended_makes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_that_has_ended_makes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOTSET_RUNTIME_DIR", str(tmp_path / "runtime"))
-    keeper = SessionService(LOCAL, None)
-    keeper.begin()
-    keeper.create({"name": "one", "memory": "1MiB"})
-    keeper.end()
-    keeper.end()
+    service = SessionService(LOCAL, None)
+    service.begin()
+    service.create({"name": "one", "memory": "1MiB"})
+    service.end()
+    service.end()
     with pytest.raises(Refusal) as caught:
-        keeper.create({"name": "two"})
+        service.create({"name": "two"})
     assert caught.value.status == 409
     assert sessions.sessions() == []
     assert os.listdir(tmp_path / "runtime") == []

@@ -48,7 +48,7 @@ def test_one_has_it_at_a_time_and_nothing_is_left(runtime: Path, tmp_path: Path)
     assert os.listdir(runtime) == []
 
 
-def test_waiting_is_bounded_and_another_name_is_another_turn(runtime: Path) -> None:
+def test_waiting_is_bounded_and_another_name_is_another_lock(runtime: Path) -> None:
     with holder(A):
         with NamedLocks([A], 0.1) as mine:
             assert not mine
@@ -59,7 +59,7 @@ def test_waiting_is_bounded_and_another_name_is_another_turn(runtime: Path) -> N
             assert mine
 
 
-def test_a_killed_holders_turn_is_free(runtime: Path) -> None:
+def test_a_killed_holders_lock_is_free(runtime: Path) -> None:
     with holder(A) as pid:
         kill(pid)
         with NamedLocks([A], 60) as mine:
@@ -77,13 +77,13 @@ def test_a_killed_holders_file_is_collected_and_a_living_ones_is_not(runtime: Pa
     assert os.listdir(runtime) == []
 
 
-def test_an_exception_ends_the_turn(runtime: Path) -> None:
+def test_an_exception_ends_the_lock(runtime: Path) -> None:
     with pytest.raises(KeyError), NamedLocks([A, B], 1):
         raise KeyError
     assert os.listdir(runtime) == []
 
 
-def test_a_forked_child_has_no_turn_and_ends_none(runtime: Path) -> None:
+def test_a_forked_child_has_no_lock_and_ends_none(runtime: Path) -> None:
     before = descriptors()
     with NamedLocks([A], 1) as mine:
         assert mine

@@ -34,8 +34,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import hotset
 from hotset.dataset.dataset_proxy import current_of
-from hotset.session import catalog as registry
-from hotset.session import find_or_create, job
+from hotset.session import catalog, find_or_create, job
 from hotset.session.named_lock import LOCK_FILE
 from hotset.store.format import Geometry
 from hotset.store.segment import Segment
@@ -511,10 +510,10 @@ def test_a_creator_that_is_killed_at_its_first_sample_is_followed_by_the_next(
     assert [rank.do(read_all) for rank in others] == [N, N]
     for rank in others:
         rank.end()
-    assert holders(runtime) == [], "the killed one's turn was taken over, and ended"
+    assert holders(runtime) == [], "the killed one's lock was taken over, and ended"
 
 
-def test_a_child_forked_while_the_cache_was_made_does_not_keep_its_dead_parents_turn(
+def test_a_child_forked_while_the_cache_was_made_does_not_keep_its_dead_parents_lock(
     start: Callable[..., Rank], tmp_path: Path
 ) -> None:
     first, second = start(0), start(1)
@@ -625,7 +624,7 @@ def test_without_a_folder_to_meet_in_every_rank_has_its_own_cache_and_one_warnin
 
 
 @pytest.mark.parametrize("trap", ["symlink", "open to all", "hard link", "folder"])
-def test_a_trap_in_place_of_the_turns_file_is_told_and_not_touched(
+def test_a_trap_in_place_of_the_lock_file_is_told_and_not_touched(
     trap: str, start: Callable[..., Rank], runtime: Path
 ) -> None:
     path = runtime / LOCK_FILE
@@ -659,7 +658,7 @@ def test_a_listing_that_leads_elsewhere_is_not_attached_to(start: Callable[..., 
     other = runtime / f"{forged}.json"
     other.touch(mode=0o600)
     other.write_text(json.dumps(head | {"nonce": forged, "created": 1.0}))
-    holder = registry.CatalogHandle(forged, "forged")
+    holder = catalog.CatalogHandle(forged, "forged")
     assert holder.join()
     assert start(1).do(make_and_tell, Samples(mapping, N)) == made
     holder.close()
@@ -698,7 +697,7 @@ def test_unpickled_after_the_creators_death_it_is_found_with_another_rank(
     with pickle.loads(data) as cached:
         assert read_all({"cached": cached}) == N
         other.kill()
-        assert [entry.alive for entry in registry.entries()] == [True]
+        assert [entry.alive for entry in catalog.entries()] == [True]
         # Now only this process has the memory, which the pickle knows nothing of.
         assert start(2).do(_read_pickled, data) == N
     assert log.total() == 0

@@ -21,8 +21,7 @@ from stores import store_of
 import hotset
 from hotset import HotsetWarning
 from hotset.dataset.dataset_proxy import current_of
-from hotset.session import catalog as registry
-from hotset.session import recovery, sessions
+from hotset.session import catalog, recovery, sessions
 from hotset.session import server_quota as servers
 from hotset.session import spill_dirs as spills
 from hotset.session.named_lock import NamedLocks
@@ -77,7 +76,7 @@ def test_a_death_at_any_step_leaves_nothing_that_is_not_found(
         for session in sessions.sessions():
             sessions.destroy(session)
         recovery.recover()
-        registry.gc()
+        catalog.gc()
         assert os.listdir(runtime) == [], step
         unfinished = [file for file in spilled(disk) if not file.endswith(".json")]
         assert unfinished == [], step
