@@ -64,6 +64,9 @@ class Training:
     def weights(self) -> list[Any]:
         return [one.tolist() for one in self.network.state_dict().values()]
 
+    def gradients(self) -> list[Any]:
+        return [one.grad.tolist() for one in self.network.parameters() if one.grad is not None]
+
 
 def plain(training: Training, loader: Any, steps: int) -> list[float]:
     """The losses of a loop over the loader, pass after pass, each told of its epoch."""

@@ -78,6 +78,38 @@ ALIKE = batches(*[BATCH] * 5)
 COUNTED = {"sgd": momentum, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 
+def sunk_alike(sink_on: Make, data: Any, steps: int) -> tuple[Sink, FakeGraphs]:
+    """Run so many steps plainly, and sunk in one call: alike."""
+    reference, training = Training(), Training()
+    seed_everything(5)
+    expected = plain(reference, data, steps)
+    graphs = FakeGraphs(training)
+    sink = sink_on(graphs, training.step, data, steps, outputs="all")
+    seed_everything(5)
+    assert sink().tolist() == expected
+    assert training.gradients() == reference.gradients()
+    assert training.weights() == reference.weights()
+    return sink, graphs
+
+
+def trained_alike(
+    sink_on: Make,
+    train: Callable[[Training, Callable[[], list[float]]], list[float]],
+    make: Callable[[Training], Any] = lambda training: training.step,
+) -> tuple[Sink, FakeGraphs]:
+    """Train by fives of steps plainly, and sunk: alike; ``train`` gets what runs five and returns losses."""
+    reference, training = Training(), Training()
+    step = make(reference)
+    seed_everything(5)
+    expected = train(reference, lambda: [step(*batch).item() for batch in ALIKE])
+    graphs = FakeGraphs(training)
+    sink = sink_on(graphs, make(training), ALIKE, 5, outputs="all")
+    seed_everything(5)
+    assert train(training, lambda: sink().tolist()) == expected
+    assert training.weights() == reference.weights()
+    return sink, graphs
+
+
 # Steps
 
 
@@ -148,12 +180,7 @@ def test_a_changed_learning_rate_is_captured_anew(sink_on: Make) -> None:
                 schedule.step()
         return losses
 
-    reference = Training()
-    expected = train(reference, lambda: plain(reference, ALIKE, 5))
-    training = Training()
-    graphs = FakeGraphs(training)
-    sink = sink_on(graphs, training.step, ALIKE, 5, outputs="all")
-    assert train(training, lambda: sink().tolist()) == expected
+    _, graphs = trained_alike(sink_on, train)
     assert (graphs.captures, graphs.replays) == (3, 20 - WARM_UP - 2)  # one eager step after each change
 
 
@@ -197,12 +224,7 @@ def test_unfrozen_parameters_are_captured_anew(sink_on: Make) -> None:
             losses += five_steps()
         return losses
 
-    reference = Training()
-    expected = train(reference, lambda: plain(reference, ALIKE, 5))
-    training = Training()
-    graphs = FakeGraphs(training)
-    sink = sink_on(graphs, training.step, ALIKE, 5, outputs="all")
-    assert train(training, lambda: sink().tolist()) == expected
+    _, graphs = trained_alike(sink_on, train)
     assert graphs.captures == 2
 
 
@@ -535,16 +557,7 @@ def test_gradients_that_are_kept_and_those_that_the_caller_clears(
             training.optimizer.zero_grad(set_to_none=to_none)
         return losses
 
-    reference = Training()
-    step = make(reference)
-    seed_everything(5)
-    expected = train(reference, lambda: [step(*batch).item() for batch in ALIKE])
-    training = Training()
-    graphs = FakeGraphs(training)
-    sink = sink_on(graphs, make(training), ALIKE, 5, outputs="all")
-    seed_everything(5)
-    assert train(training, lambda: sink().tolist()) == expected
-    assert training.weights() == reference.weights()
+    sink, graphs = trained_alike(sink_on, train, make)
     # The caller's first step makes momentum, which is elsewhere in each capture.
     assert (sink.why, graphs.captures) == (None, 4 if to_none else 1 + (make is accumulating))
 
@@ -738,42 +751,22 @@ def test_graph_true_raises_at_every_call_and_counts_true(sink_on: Make) -> None:
 
 def test_a_batch_of_another_shape_is_eager_and_said_once(sink_on: Make) -> None:
     data = batches(BATCH, BATCH, BATCH, BATCH, 6, BATCH, 7, 3)
-    reference = Training()
-    expected = plain(reference, data, 16)
-    training = Training()
-    graphs = FakeGraphs(training)
-    sink = sink_on(graphs, training.step, data, 16, outputs="all")
     with pytest.warns(HotsetWarning, match=r"a batch differs from the first \(at \[0\].*pad them") as said:
-        assert sink().tolist() == expected
+        sink, graphs = sunk_alike(sink_on, data, 16)
     assert len(said) == 1
     assert (graphs.captures, graphs.replays, sink.captured) == (1, 10 - WARM_UP, True)
 
 
 def test_gradients_are_those_of_the_last_step_also_after_an_eager_one(sink_on: Make) -> None:
     """An eager step makes gradients anew, and a graph writes to those that it was captured with."""
-    data = batches(*[BATCH] * 5, 6, BATCH)
-    reference, training = Training(), Training()
-    seed_everything(5)
-    plain(reference, data, 7)
-    graphs = FakeGraphs(training)
-    sink = sink_on(graphs, training.step, data, 7)
-    seed_everything(5)
     with pytest.warns(HotsetWarning, match="a batch differs from the first"):
-        sink()
+        _, graphs = sunk_alike(sink_on, batches(*[BATCH] * 5, 6, BATCH), 7)
     assert (graphs.captures, graphs.replays) == (1, 6 - WARM_UP)
-    expected = [one.grad.tolist() for one in reference.network.parameters() if one.grad is not None]
-    assert [one.grad.tolist() for one in training.network.parameters() if one.grad is not None] == expected
 
 
 def test_a_shorter_batch_that_comes_first_does_not_set_the_shape(sink_on: Make) -> None:
     """A sink that goes on at the end of a pass meets the last batch first."""
-    data = batches(2, *[BATCH] * 9)
-    reference = Training()
-    expected = plain(reference, data, 20)
-    training = Training()
-    graphs = FakeGraphs(training)
-    sink = sink_on(graphs, training.step, data, 20, outputs="all")
-    assert sink().tolist() == expected
+    _, graphs = sunk_alike(sink_on, batches(2, *[BATCH] * 9), 20)
     assert (graphs.captures, graphs.replays) == (1, 18 - WARM_UP)
 
 
@@ -811,13 +804,7 @@ def test_shorter_batches_of_few_shapes_are_captured(sink_on: Make) -> None:
 
 def test_no_more_than_a_few_shapes_are_captured(sink_on: Make) -> None:
     data = batches(*[size for size in (9, 8, 7, 6, 5, 4, 3, 2) for _ in range(WARM_UP + 1)])
-    reference, training = Training(), Training()
-    seed_everything(5)
-    expected = plain(reference, data, len(data))
-    graphs = FakeGraphs(training)
-    sink = sink_on(graphs, training.step, data, len(data), outputs="all")
-    seed_everything(5)
-    assert sink().tolist() == expected
+    _, graphs = sunk_alike(sink_on, data, len(data))
     assert (graphs.captures, graphs.alive) == (4, 4)
 
 
