@@ -337,7 +337,7 @@ class Peer:
             self._warn(f"{self.name} ({self.endpoint}) {status.sentence}")
 
     def note_answer(self, seconds: float, cache: CacheIdentity) -> None:
-        """Note that it has answered, after so many seconds."""
+        """Note that it has answered, and after how many seconds."""
         self._backoff = Backoff()
         self._backoffs.pop(cache.fingerprint, None)
         self.traffic.answers += 1

@@ -91,7 +91,7 @@ class HeartbeatReply(NamedTuple):
     """The directory's reply to a heartbeat.
 
     Attributes:
-        keys: public keys of all machines that send heartbeats, by name; each is to be accepted.
+        keys: public keys of all machines that send heartbeats, by name; the machine accepts each of them.
         members: the machines that have joined; None while the directory is gathering them.
         former: the members before the last change; empty after a while, or without a change.
         caches: those that this machine lacks.
@@ -122,8 +122,8 @@ class Directory:
     """The directory of one session.
 
     Args:
-        expected: returns how many machines there should be, as far as that is known; the directory waits
-            for so many at the beginning.
+        expected: returns how many machines there should be, as far as that is known; at the beginning the
+            directory waits for that many.
         clock: returns seconds.
     """
 

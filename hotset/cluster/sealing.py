@@ -13,7 +13,7 @@ that key::
     a sealed message   seal | frames, encrypted as one stream
     seal               +0 connection 16 B | +16 count u64 | +24 tag 16 B
 
-Each connection has a key of its own, which is never stored: somebody who records the messages cannot read
+Each connection has a key of its own, which is never stored: an attacker who records the messages cannot read
 them later with the keys of the machines. The nonce is made of direction and count, so none comes twice under
 one key. The tag covers the lengths of the frames too. A message that was changed, cut short, put together
 otherwise, or sent again does not open, as each message must have a higher count than the one before.

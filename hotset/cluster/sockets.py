@@ -103,8 +103,8 @@ def _ask_first(socket: Any) -> None:
 def require_descriptors() -> None:
     """Refuse to go on where few descriptors are left.
 
-    To be asked before a context or a socket is made: where ZeroMQ gets none for its own threads, it ends the
-    whole process.
+    Call this before a context or a socket is made: if ZeroMQ gets none for its own threads, it ends the whole
+    process.
 
     Raises:
         OSError: ``SPARE`` more cannot be opened.
@@ -126,7 +126,7 @@ def close(context: zmq.Context[Any], *sockets: Any) -> None:
 
 
 class ZapAuthenticator:
-    """Decides which clients may connect. To be made before any socket of the context is bound.
+    """Decides which clients may connect. Make it before any socket of the context is bound.
 
     Args:
         context: whose sockets it is for; a context has one authenticator.
@@ -134,7 +134,7 @@ class ZapAuthenticator:
         admits: whether a name and a password are right.
 
     Attributes:
-        socket: to be polled; if there is something, :meth:`admit`.
+        socket: poll it; when something has come, call :meth:`admit`.
         strangers: connections that were not let in.
     """
 

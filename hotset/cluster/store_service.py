@@ -125,7 +125,7 @@ class StoreService:
         fits = len(batch.ids)
         found.generations[here] = words[here] >> GENERATION_SHIFT & GENERATION_MASK
         found.generations[here[fits:]] = TRUNCATED
-        if not fits:  # the first record alone is too large, and would be asked for again for ever
+        if not fits:  # the first record alone is too large, and would be asked for again forever
             found.generations[here[0]] = _TOO_LARGE
         return found._replace(batch=batch)
 

@@ -97,7 +97,7 @@ class WireRecords(NamedTuple):
 
     @classmethod
     def none(cls, count: int, stride: int, state: int = ABSENT) -> WireRecords:
-        """No records of so many samples, which are all in this state."""
+        """No records: all of ``count`` samples are in this state."""
         nothing = np.empty(0, np.int64)
         return cls(np.full(count, state, np.int64), RecordBatch.new(bytearray, nothing, stride))
 

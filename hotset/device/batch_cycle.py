@@ -22,7 +22,7 @@ from hotset.errors import ArgumentError, StateError
 
 __all__ = ["BatchCycle", "StepInput"]
 
-_UPLOADED_AT_ONCE = 64  # rows of so many steps, which the host finds in one or two milliseconds
+_UPLOADED_AT_ONCE = 64  # rows of this many steps, which the host finds in one or two milliseconds
 
 
 class StepInput(NamedTuple):

@@ -1,7 +1,7 @@
 """``hotset.data_sink``: many training steps in one call from the host.
 
     sink = hotset.data_sink(train_step, loader, sink_size=100)
-    loss = sink()                    # 100 steps; the host hears of the last one
+    loss = sink()                    # 100 steps; the host gets the last one's
 
 A call takes batches from the queue, going round the loader without end, and runs the step on each. On a GPU
 the step is captured as one graph and replayed (:mod:`hotset.device.cuda_graph`). Nothing in a call waits for

@@ -47,7 +47,7 @@ class Transfer(Protocol):
     ahead: bool
 
     def send(self, batch: Any) -> Any:
-        """Begin to bring a batch to the device; returns what :meth:`receive` is to be given."""
+        """Begin to bring a batch to the device; returns the argument of :meth:`receive`."""
 
     def receive(self, sent: Any) -> Any:
         """The batch on the device, for the current stream."""
@@ -199,5 +199,5 @@ def _copy_stream(device: torch.device, api: Any) -> Any:
 
 
 def transfer_to(device: torch.device, depth: int = 2) -> Transfer:
-    """The way to a device for batches that are sent so many ahead of use."""
+    """The way to a device for batches that are sent up to ``depth`` ahead of use."""
     return StreamTransfer(device, depth + 2) if device.type == "cuda" else HostTransfer(device)

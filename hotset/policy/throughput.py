@@ -84,7 +84,7 @@ def _inverse(value: float) -> float:
 
 
 def loader_with(workers: int, fetch: Fetch, cores: float) -> Loader:
-    """The loader that makes samples of this cost with so many workers.
+    """The loader that makes samples of this cost with ``workers`` workers.
 
     Example:
         >>> two = loader_with(2, Fetch(cpu=1e-3), cores=4)
@@ -118,7 +118,7 @@ def training_rate(loader: Loader, step: Step, cores: float) -> float:
 
 
 def with_start(rate: float, start: float) -> float:
-    """Samples a second of whole epochs, of which the start takes so many seconds a sample.
+    """Samples a second of whole epochs: their start adds ``start`` seconds to each sample.
 
     Example:
         >>> round(with_start(1000.0, 1e-3))

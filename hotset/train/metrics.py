@@ -91,7 +91,7 @@ class Loss(_Mean):
     """
 
     def update(self, loss: torch.Tensor, samples: int = 1) -> None:
-        """Count a batch's mean loss, of shape ``()``, over so many samples."""
+        """Count a batch's mean loss, of shape ``()``, over its samples."""
         self._add(loss.reshape(()) * samples, samples)
 
 

@@ -124,7 +124,7 @@ class Model:
         resume: str | os.PathLike[str] | None = None,
         progress: bool = True,
     ) -> None:
-        """Train for so many epochs.
+        """Train for ``epoch`` epochs.
 
         ==============================  ===================================  ===============================
         ..                              an epoch                             the host hears of it
@@ -423,5 +423,5 @@ def _device_of(network: nn.Module, device: Any) -> torch.device:
     if device is None:
         places = (tensor.device for tensor in chain(network.parameters(), network.buffers()))
         device = next((place for place in places if place.type not in ("cpu", "meta")), None)
-    # It is what decides where the batches are to be.
+    # The queue decides where the batches go.
     return DeviceQueue([], device=device).device
