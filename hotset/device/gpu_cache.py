@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from hotset._warnings import warn
-from hotset.device.trees import map_tensors, others, tensors_of
+from hotset.device.trees import map_tensors, tensors_of
 from hotset.errors import ArgumentError
 from hotset.store.memory_limits import headroom
 from hotset.units import format_bytes, parse_bytes
@@ -55,7 +55,7 @@ class SampleSelector(Protocol):
         """
 
     def gather(self, ids: Ids) -> Any | None:
-        """A batch of these samples; None if one of them is not cached any more."""
+        """A batch of these samples: tensors with a row for each. None if one of them is no longer cached."""
 
     def build(self) -> Any:
         """The batch that :meth:`select` was last called for, as the iterator itself would have made it."""
@@ -155,8 +155,8 @@ class GpuCache:
         if example is None:
             return False
         columns = tensors_of(example)
-        if others(example) or not columns or any(t.shape[:1] != (1,) for t in columns):
-            return self._refuse("they are not made of tensors with a sample in each row")
+        if not columns:
+            return self._refuse("they hold no tensors")
         size = sum(tensor.nbytes for tensor in columns)
         count = min(len(ids), self._limit // max(size, 1))
         if count == 0:
@@ -172,12 +172,7 @@ class GpuCache:
             part = source.gather(ids[start : min(start + step, count)])
             if part is None:
                 return False
-            found = tensors_of(part)
-            if any(
-                f.shape[1:] != h.shape[1:] or f.dtype != h.dtype for f, h in zip(found, held, strict=True)
-            ):
-                return self._refuse("they differ in shape")
-            for column, filled in zip(held, found, strict=True):
+            for column, filled in zip(held, tensors_of(part), strict=True):
                 column[start : start + len(filled)].copy_(filled)
         self._rows = np.full(int(ids[-1]) + 1, -1, np.int64)
         self._rows[ids[:count]] = np.arange(count)

@@ -364,6 +364,11 @@ def test_a_limit_below_one_sample_is_refused() -> None:
         assert "resident=97 B" in text
 
 
+def test_samples_without_tensors_are_refused() -> None:
+    with full(lambda index: {}) as cached:
+        assert "they hold no tensors" in refused(hotset.DataLoader(cached, batch_size=4))
+
+
 def test_a_device_without_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_room(*_: Any, **__: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError
