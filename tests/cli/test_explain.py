@@ -22,6 +22,8 @@ import random
 
 import torch
 
+import hotset
+
 log = []
 
 
@@ -56,6 +58,10 @@ class Derived(torch.utils.data.Dataset):
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(torch.arange(100.0).split(10))
+
+
+def already_cached():
+    return hotset.cache(plain, memory="1MiB")
 
 
 plain = Data(halve)
@@ -201,10 +207,18 @@ def test_what_is_not_there_is_a_sentence(place: str, says: str) -> None:
     assert is_a_sentence(found.text)
 
 
-def test_what_is_no_data_set_is_a_sentence() -> None:
-    result = CliRunner().invoke(app, ["explain", "explained_here:nothing"])
+@pytest.mark.parametrize(
+    ("place", "says"), [("explained_here:nothing", "got an object of type int"), ("builtins:dict", "dict")]
+)
+def test_what_is_no_data_set_is_a_sentence(place: str, says: str) -> None:
+    result = CliRunner().invoke(app, ["explain", place])
     assert isinstance(result.exception, HotsetError)
-    assert "got an object of type int" in str(result.exception)
+    assert says in str(result.exception)
+    assert is_a_sentence(str(result.exception))
+
+
+def test_a_cached_dataset_shows_its_own_plan() -> None:
+    assert "cached  halve" in explain("explained_here:already_cached")
 
 
 def test_what_a_module_needs_and_has_not_is_its_own_error() -> None:

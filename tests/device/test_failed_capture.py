@@ -267,6 +267,12 @@ def test_finalizers_of_garbage_do_not_interrupt_a_capture() -> None:
 
     replay, out = capture(cuda, step)
     assert (out, gc.isenabled()) == (5, True)
+    gc.disable()
+    try:
+        capture(cuda, lambda: 5)
+        assert not gc.isenabled(), "the user had disabled it"
+    finally:
+        gc.enable()
     del replay
     gc.collect()
 
