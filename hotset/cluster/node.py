@@ -34,7 +34,7 @@ from hotset.session.find_or_create import CacheLocation, find_or_create_in_sessi
 from hotset.session.runtime_dir import path_of, runtime, runtime_folder
 from hotset.session.session_cache import SessionCacheHandle
 from hotset.session.session_definition import Session, open_quota, session_of
-from hotset.session.session_files import CACHE
+from hotset.session.session_files import caches_of
 from hotset.store import memory_limits
 from hotset.store.format import DESTROYED, Live
 from hotset.store.leaves.schema import Schema
@@ -265,19 +265,15 @@ class Node:
         """Serve the caches that the session has from before."""
         with runtime() as folder:
             place = path_of(folder)
-            files = sorted(os.listdir(folder))
+            files = sorted(caches_of(self.session.number, os.listdir(folder)))
         for file in files:
-            found = CACHE.fullmatch(file)
-            if found is None or int(found[1]) != self.session.number or found[4] != "cache":
-                continue
-            with contextlib.suppress(SegmentError, OSError):
-                store = attach_store(f"{place}/{file}")
+            with (
+                contextlib.suppress(SegmentError, OSError),
+                contextlib.closing(attach_store(f"{place}/{file}")) as store,
+            ):
                 about = store.segment.metadata
-                if "meeting" not in about:  # of a job on this machine alone
-                    store.close()
-                    continue
-                self._make(Described.of(about["meeting"], len(store), about))
-                store.close()
+                if "meeting" in about:  # otherwise it is of a job on this machine alone
+                    self._make(Described.of(about["meeting"], len(store), about))
 
     def _make(self, described: Described) -> None:
         """Make this machine's part of a cache, or find it, and serve it."""
