@@ -34,6 +34,7 @@ from helpers import often
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial import cKDTree
+from torch.utils.data import default_collate
 
 from hotset.determinism.aliasing import copied
 from hotset.determinism.equality import differs
@@ -803,6 +804,9 @@ ORDINARY: dict[str, list[Any]] = {
     "objects that pickle keeps a part of": [Encoding({"ids": [1, 2]}, 3), Encoding({"ids": [4, 5]}, 6)],
     "objects in objects": [_set(Features(1), more=[Boxed("x")]), _set(Features(1), more=[Boxed("y")])],
     "texts of numpy": [np.str_("a"), np.str_("")],
+    "what modules name": [
+        [default_collate, len, Features, torch.uint8, Features.__init__, n] for n in range(2)
+    ],
 }
 
 
