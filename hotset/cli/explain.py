@@ -108,6 +108,8 @@ def explained(
             warnings.simplefilter("ignore", hotset.HotsetWarning)  # the plan's notes say the same
             with hotset.cache(dataset, memory=memory, window=window, strict=strict, cut=cut) as cached:
                 plan = cached.plan
+    if plan.stream and not plan.samples:
+        return f"{plan}\nsteps        known once the stream was read: until then it has no length"
     lines = [
         str(plan),
         f"steps        {plan.steps_per_epoch(batch_size):,} an epoch, in batches of {batch_size:,}",

@@ -40,6 +40,8 @@ def run(options: Options, command: Sequence[str]) -> int:
         QuantityError: ``memory`` is not an amount of memory.
     """
     _check(options, command)
+    if options.spill is not None:  # the program's processes may be in other folders
+        options = options._replace(spill=os.path.abspath(options.spill))
     ledger = make_ledger("hotset-run-")
     job = _Job(options, secrets.token_hex(8), ledger)
     start = time.monotonic()
@@ -88,8 +90,11 @@ def _check(options: Options, command: Sequence[str]) -> None:
         if options.spill is not None:
             raise ArgumentError("a session has a spill folder of its own; leave out --spill or --session.")
         find(options.session)
-    if options.spill is not None and not Path(options.spill).is_dir():
-        raise ArgumentError(f"--spill must be a folder, got {options.spill!r}; create it.")
+    if options.spill is not None and not (options.spill and Path(options.spill).absolute().parent.is_dir()):
+        raise ArgumentError(
+            f"--spill must be a folder, or a new one in a folder that is there, got {options.spill!r}; "
+            "correct the path, or mount the disk."
+        )
 
 
 def _say(sentence: str) -> None:

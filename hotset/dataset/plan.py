@@ -140,11 +140,17 @@ class Plan:
         return self.used * (misses * self.sample_seconds + self.live_seconds)
 
     def steps_per_epoch(self, batch_size: int) -> int:
-        """The number of batches in an epoch, a smaller last one included."""
+        """The number of batches in an epoch, a smaller last one included.
+
+        Raises:
+            TypeError: a stream has no length before it was read once.
+        """
+        if self.stream and not self.samples:
+            raise TypeError(f"{self.name} has no length before it was read once; call fill() first.")
         return math.ceil(self.used / batch_size)
 
     def epochs_for(self, steps: int, batch_size: int) -> float:
-        """The number of epochs that this many steps take."""
+        """The number of epochs that this many steps take: see :meth:`steps_per_epoch`."""
         return steps / self.steps_per_epoch(batch_size)
 
     def about(self, memory: int | str, cuts: Cuts) -> dict[str, Any]:

@@ -15,7 +15,9 @@ __all__ = ["checked_folder", "spill_to"]
 
 
 def checked_folder(spill: Any) -> str | Literal[False] | None:
-    """The path of a spill folder; None and False are returned as they are.
+    """The absolute path of a spill folder, as the program may change its directory before the folder is made.
+
+    None and False are returned as they are.
 
     Raises:
         ArgumentError: it is not a path, or its parent does not exist.
@@ -25,12 +27,13 @@ def checked_folder(spill: Any) -> str | Literal[False] | None:
     path = os.fspath(spill) if isinstance(spill, (str, os.PathLike)) else b""
     if not isinstance(path, str) or not path:
         raise ArgumentError(f"spill= must be the path of a folder on a disk of this machine, got {spill!r}.")
-    if not os.path.isdir(above := os.path.dirname(os.path.abspath(path))):
+    absolute = os.path.abspath(path)
+    if not os.path.isdir(above := os.path.dirname(absolute)):
         raise ArgumentError(
             f"spill={spill!r} cannot be made, as the folder {above} does not exist; correct the path, mount "
             "the disk, or make that folder."
         )
-    return path
+    return absolute
 
 
 def spill_to(name: str, spill: str | Literal[False] | None, location: CacheLocation | None) -> SpillTo | None:
@@ -47,13 +50,12 @@ def spill_to(name: str, spill: str | Literal[False] | None, location: CacheLocat
         return SpillTo(location.folder, location.spill, keeps_all=location.persist)
     if not isinstance(spill, str):
         return None
-    folder = os.path.abspath(spill)
     try:
-        make_spill(folder)
+        make_spill(spill)
     except (SessionError, FolderError) as error:
         warn(
             f"{name}: nothing is spilled, and samples that do not fit into memory come from the source: "
             f"{error}"
         )
         return None
-    return SpillTo(str(spill_path(folder)))
+    return SpillTo(str(spill_path(spill)))

@@ -71,15 +71,15 @@ def make_spill(folder: str) -> None:
         for last in (folder, spill_path(folder)):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(last, 0o700)
-    except FileNotFoundError as error:
-        raise SessionError(
-            f"the spill folder {folder} cannot be used: there is no folder {os.path.dirname(folder)}; "
-            "correct the name, mount the disk, or create that folder."
-        ) from error
     except OSError as error:
-        raise SessionError(
-            f"the spill folder {folder} cannot be used ({error.strerror}); choose one that is writable."
-        ) from error
+        above = os.path.dirname(folder)
+        if not os.path.isdir(above):
+            why = f": there is no folder {above}; correct the name, mount the disk, or create that folder."
+        elif os.path.isdir(folder):
+            why = f": no folder can be made in it ({error.strerror}); choose one that is writable."
+        else:
+            why = f" ({error.strerror}); choose one that is writable."
+        raise SessionError(f"the spill folder {folder} cannot be used{why}") from error
     with opened_spill(folder):
         pass  # what is there is checked
 

@@ -123,7 +123,13 @@ def test_it_prints_the_plan() -> None:
 def test_a_dataset_of_torchs_class_is_no_transform(place: str) -> None:
     text = explain(f"explained_here:{place}")
     assert "source: " in text
-    assert "an epoch, in batches of 64" in text
+    assert "steps" in text
+
+
+def test_a_stream_has_no_steps_before_it_was_read() -> None:
+    text = explain("explained_here:stream", "--steps", "100")
+    assert "known once the stream was read" in text
+    assert "epochs" not in text
 
 
 def test_a_function_that_makes_the_data_set_is_called() -> None:

@@ -384,6 +384,18 @@ def test_a_transform_put_into_a_container_is_seen() -> None:
         assert cached.plan.cached == ("Pictures", "Times", "Times")
 
 
+def test_a_spill_folder_stays_where_it_was_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for the cache after a change: the program may have gone to another folder."""
+    (tmp_path / "disk").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with hotset.cache(Pictures(), memory="1MiB", spill="disk/spill") as cached:
+        monkeypatch.chdir("/")
+        cached.scale = 2
+        assert cached[3][0][0] == 6
+        assert cached.stats().cached == 1
+        assert cached.plan.spill == str(tmp_path / "disk" / "spill")
+
+
 def test_arguments_of_cache_hold_for_the_new_plan(tmp_path: Path) -> None:
     asked: Any = {
         "memory": "2MiB",

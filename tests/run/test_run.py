@@ -59,6 +59,7 @@ def test_a_program_that_is_no_python_runs() -> None:
         (["--evict", "random"], "--evict"),
         (["--memo", "nothing"], "module:function"),
         (["--spill", "/no/such/folder"], "--spill"),
+        (["--spill", ""], "--spill"),
     ],
 )
 def test_wrong_options_are_sentences(options: list[str], telling: str) -> None:
@@ -105,6 +106,25 @@ def test_a_session_keeps_pictures_for_the_next_job(tmp_path: Path, monkeypatch: 
     ]
     assert counted == [(3, 2), (3, 3)]
     assert hotset("--session", "none", "--", "echo").returncode == 2
+
+
+def test_a_spill_folder_is_made_where_the_command_was_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program may go to another folder before it decodes."""
+    pytest.importorskip("cv2")
+    (tmp_path / "disk").mkdir()
+    monkeypatch.chdir(tmp_path)
+    program = (
+        "import cv2, torch, numpy, time, os\n"
+        f"path = {str(tmp_path / 'a.png')!r}\n"
+        "cv2.imwrite(path, numpy.ones((50, 50, 3), 'u1')); time.sleep(0.2)\n"
+        "os.chdir('/')\n"
+        "for _ in range(3): assert cv2.imread(path).sum() == 7500\n"
+    )
+    ran = run(program, hotset=("--memory", "64MiB", "--spill", "disk/new"))
+    assert calls(ran.report, "cv2.imread") == (3, 2), ran.report
+    assert (tmp_path / "disk" / "new").is_dir()
 
 
 WAITS = """

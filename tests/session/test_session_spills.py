@@ -57,6 +57,14 @@ def test_a_spill_folder_that_is_not_ours_alone_is_refused(trap: str, disk: str, 
     assert sessions.sessions() == []
 
 
+def test_a_folder_in_which_none_can_be_made_is_not_said_to_be_missing() -> None:
+    with pytest.raises(SessionError, match="no folder can be made in it") as refused:
+        sessions.create("a", memory=MIB, spill="/proc")
+    assert is_a_sentence(str(refused.value))
+    with pytest.raises(SessionError, match="there is no folder /no/such"):
+        sessions.create("a", memory=MIB, spill="/no/such/folder")
+
+
 @pytest.mark.parametrize(
     ("trap", "said"),
     [
