@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -132,9 +132,8 @@ class BatchFetch:
             missing: the samples, ascending.
             asked: requests for some of them that were sent ahead.
         """
-        begun = time.monotonic()
-        for request in asked:
-            self._accept(request.wait(begun + self._peers.patience(request.name)))
+        for _ in self._answers(asked):
+            pass
         missing = missing[np.isin(missing, self._got.ids(), invert=True)]
         owned = self._peers.known.others(missing)
         waiting = self._ask(owned)
@@ -174,16 +173,13 @@ class BatchFetch:
             turn: how far after the samples' owners these come.
         """
         asked = self._peers.ask(self._cache, owned, claim=True)
-        begun = time.monotonic()
         waiting: list[_Waiting] = []
         absent: list[tuple[str | None, Longs]] = []
         refused = [np.empty(0, np.int64)]
         while asked:
             again = []
-            for request in asked:
+            for request, answer in self._answers(asked):
                 name = request.name
-                answer = request.wait(begun + self._peers.patience(name))
-                self._accept(answer)
                 truncated, pending, full, lacking, unanswered = (
                     request.ids[answer.generations == state]
                     for state in (TRUNCATED, PENDING, FULL, ABSENT, UNANSWERED)
@@ -213,6 +209,18 @@ class BatchFetch:
             self._read_here(None, self._not_moved(None, ids))
         return waiting
 
+    def _answers(self, asked: list[PendingRequest]) -> Iterator[tuple[PendingRequest, WireRecords]]:
+        """Wait for all of these answers, and take their samples.
+
+        The patience with a machine begins now, and anew with each of its answers.
+        """
+        since = dict.fromkeys((request.name for request in asked), time.monotonic())
+        for request in asked:
+            answer = request.wait(since[request.name] + self._peers.patience(request.name))
+            since[request.name] = time.monotonic()
+            self._accept(answer)
+            yield request, answer
+
     def _accept(self, answer: WireRecords) -> None:
         """Take the samples of an answer."""
         records = answer.batch
@@ -241,13 +249,7 @@ class BatchFetch:
     def _not_moved(self, owner: str | None, ids: Longs) -> Longs:
         """Ask former owners; return the samples that they do not have, and put the others to ``owner``."""
         asked = self._peers.ask(self._cache, self._peers.former(ids))
-        begun = time.monotonic()
-        came = [np.empty(0, np.int64)]
-        for request in asked:
-            answer = request.wait(begun + self._peers.patience(request.name))
-            self._accept(answer)
-            came.append(answer.batch.ids)
-        found = np.concatenate(came)
+        found = np.concatenate([ids[:0], *(answer.batch.ids for _, answer in self._answers(asked))])
         if owner is not None and len(found):
             self._put(owner, self._some(found))
         return ids[np.isin(ids, found, invert=True)]

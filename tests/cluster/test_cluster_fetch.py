@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ import hotset
 from hotset.cluster import batch_fetch, protocol, remote_cache, store_service
 from hotset.cluster.batch_fetch import BatchFetch, Fetched
 from hotset.cluster.client import SessionPeers
-from hotset.cluster.membership import Keys, Member, Membership
+from hotset.cluster.membership import PATIENCE, Keys, Member, Membership
 from hotset.cluster.remote_cache import RemoteCache
 from hotset.cluster.store_service import StoreService
 from hotset.cluster.wire_records import ABSENT, FULL, CacheIdentity, Longs, WireRecords
@@ -206,6 +207,25 @@ def test_all_that_was_asked_ahead_is_waited_for_together() -> None:
         made.fetch("a").run(wanted, requests[1:])
         assert len(waits) == 3
         assert len(set(waits)) == 1, "one deadline, and not one after the other"
+
+
+def test_patience_begins_anew_with_each_answer_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    with four() as made:
+        now, left = [100.0], []
+        clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter_ns=time.perf_counter_ns)
+        monkeypatch.setattr(batch_fetch, "time", clock)
+
+        class Slow(Request):
+            def wait(self, deadline: float) -> WireRecords:
+                left.append(deadline - now[0])
+                now[0] += 1.0
+                return super().wait(deadline)
+
+        peer, wanted = made.peers["b"], np.array([made.sample("bc")])
+        answer = peer.ask(peer.service.cache, wanted)._answer
+        requests: Any = [Slow("b", wanted, answer) for _ in range(3)]
+        made.fetch("a").run(wanted, requests)
+        assert left == [PATIENCE] * 3
 
 
 def test_what_is_larger_than_any_answer_is_read_at_once() -> None:
