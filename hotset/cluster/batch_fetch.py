@@ -90,9 +90,8 @@ class _Waiting(NamedTuple):
 
 
 class _Put(NamedTuple):
-    """Samples on their way to a machine; see :class:`_Waiting`."""
+    """Samples on their way to a machine, which is ``turn`` places after their owner."""
 
-    name: str
     samples: dict[int, Any]
     turn: int
     request: PendingRequest
@@ -304,17 +303,18 @@ class BatchFetch:
         if len(ids):
             self._settle(_PUTS - 1)
             request = self._peers.by_name[owner].put(self._cache, ids, records)
-            self._puts.append(_Put(owner, samples, turn, request))
+            self._puts.append(_Put(samples, turn, request))
 
     def _settle(self, left: int = 0) -> None:
         """Wait until all but the last ``left`` puts are answered; send refused ones to the next machine."""
-        begun = time.monotonic()
+        begun, since = time.monotonic(), dict[str, float]()
         while len(self._puts) > left:
-            put = self._puts.pop(0)
-            answer = put.request.wait(begun + self._peers.patience(put.name))
-            refused = put.request.ids[answer.generations == FULL].tolist()
+            samples, turn, request = self._puts.pop(0)
+            answer = request.wait(since.get(request.name, begun) + self._peers.patience(request.name))
+            since[request.name] = time.monotonic()
+            refused = request.ids[answer.generations == FULL].tolist()
             if refused:
-                self._put_further({sample: put.samples[sample] for sample in refused}, put.turn + 1)
+                self._put_further({sample: samples[sample] for sample in refused}, turn + 1)
 
     def _put_further(self, samples: dict[int, Any], turn: int) -> None:
         """Put samples to the machines that come ``turn`` places after their owners."""

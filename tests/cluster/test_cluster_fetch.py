@@ -226,6 +226,13 @@ def test_patience_begins_anew_with_each_answer_of_a_machine(monkeypatch: pytest.
         requests: Any = [Slow("b", wanted, answer) for _ in range(3)]
         made.fetch("a").run(wanted, requests)
         assert left == [PATIENCE] * 3
+        left.clear()
+        put = peer.put
+        monkeypatch.setattr(peer, "put", lambda *sent: Slow("b", sent[1], put(*sent)._answer))
+        monkeypatch.setattr(protocol, "MOST", 1)
+        following = [i for i in range(D) if made.orders[i].startswith("ab")][:3]
+        assert made.fetch("a").pass_on({i: made.text(i) for i in following})
+        assert left == [PATIENCE] * 3, "it has to answer each put, too"
 
 
 def test_what_is_larger_than_any_answer_is_read_at_once() -> None:
