@@ -30,7 +30,7 @@ import numpy as np
 
 from hotset.cluster.client import PendingRequest, SessionPeers
 from hotset.cluster.membership import PATIENCE, Owned
-from hotset.cluster.protocol import LARGEST, parts
+from hotset.cluster.protocol import LARGEST, MOST
 from hotset.cluster.wire_records import (
     ABSENT,
     FULL,
@@ -171,24 +171,18 @@ class BatchFetch:
             owned: machines, and what each is asked for.
             turn: how far after the samples' owners these come.
         """
-        asked = self._peers.ask(self._cache, owned, claim=True)
         waiting: list[_Waiting] = []
         absent: list[tuple[str | None, Longs]] = []
         refused = [np.empty(0, np.int64)]
-        while asked:
-            again = []
-            for request, answer in self._answers(asked):
-                name = request.name
-                truncated, pending, full, lacking, unanswered = (
-                    request.ids[answer.generations == state]
-                    for state in (TRUNCATED, PENDING, FULL, ABSENT, UNANSWERED)
-                )
-                again += self._peers.ask(self._cache, [(name, truncated)], claim=True)
-                if len(pending):
-                    waiting.append(_Waiting(name, pending, turn))
-                refused.append(full)
-                absent += [each for each in ((name, lacking), (None, unanswered)) if len(each[1])]
-            asked = again
+        for request, answer in self._answers(self._peers.ask(self._cache, owned, claim=True), claim=True):
+            name = request.name
+            pending, full, lacking, unanswered = (
+                request.ids[answer.generations == state] for state in (PENDING, FULL, ABSENT, UNANSWERED)
+            )
+            if len(pending):
+                waiting.append(_Waiting(name, pending, turn))
+            refused.append(full)
+            absent += [each for each in ((name, lacking), (None, unanswered)) if len(each[1])]
         for owner, ids in absent:
             self._read_here(owner, self._not_moved(owner, ids), turn)
         return waiting + self._ask_further(np.concatenate(refused), turn + 1)
@@ -208,17 +202,24 @@ class BatchFetch:
             self._read_here(None, self._not_moved(None, ids))
         return waiting
 
-    def _answers(self, asked: list[PendingRequest]) -> Iterator[tuple[PendingRequest, WireRecords]]:
-        """Wait for all of these answers, and take their samples.
+    def _answers(
+        self, asked: list[PendingRequest], *, claim: bool = False
+    ) -> Iterator[tuple[PendingRequest, WireRecords]]:
+        """Wait for all of these answers, and take their samples; what one had no room for is asked for again.
 
         The patience with a machine begins now, and anew with each of its answers.
         """
-        since = dict.fromkeys((request.name for request in asked), time.monotonic())
-        for request in asked:
-            answer = request.wait(since[request.name] + self._peers.patience(request.name))
-            since[request.name] = time.monotonic()
-            self._accept(answer)
-            yield request, answer
+        while asked:
+            again: list[PendingRequest] = []
+            since = dict.fromkeys((request.name for request in asked), time.monotonic())
+            for request in asked:
+                answer = request.wait(since[request.name] + self._peers.patience(request.name))
+                since[request.name] = time.monotonic()
+                self._accept(answer)
+                truncated = request.ids[answer.generations == TRUNCATED]
+                again += self._peers.ask(self._cache, [(request.name, truncated)], claim=claim)
+                yield request, answer
+            asked = again
 
     def _accept(self, answer: WireRecords) -> None:
         """Take the samples of an answer."""
@@ -299,8 +300,7 @@ class BatchFetch:
         self, owner: str, samples: dict[int, Any], turn: int = 0, unread: list[int] | None = None
     ) -> None:
         """Send samples to a machine, and the ids of samples that will not come; does not wait for it."""
-        ids, records = pack(self._cache, self._schema, samples, unread or [])
-        if len(ids):
+        for ids, records in pack(self._schema, samples, unread or []):
             self._settle(_PUTS - 1)
             request = self._peers.by_name[owner].put(self._cache, ids, records)
             self._puts.append(_Put(samples, turn, request))
@@ -323,11 +323,10 @@ class BatchFetch:
         further = self._peers.known.after(np.fromiter(samples, np.int64), turn)
         self._got.unkept |= not further
         for name, ids in further:
-            if name != self._peers.known.me:
-                for part in parts(self._cache, ids):
-                    self._put(name, {sample: samples[sample] for sample in part.tolist()}, turn)
-                continue
             some = {sample: samples[sample] for sample in ids.tolist()}
+            if name != self._peers.known.me:
+                self._put(name, some, turn)
+                continue
             self._insert(some)
             left = ids[self._store.words(ids) < PRESENT].tolist()
             if left:
@@ -338,34 +337,47 @@ class BatchFetch:
 
 
 def pack(
-    cache: CacheIdentity, schema: Schema, samples: dict[int, Any], absent: Sequence[int] = ()
-) -> tuple[Longs, WireRecords]:
-    """Lay samples out side by side, as records that travel.
+    schema: Schema, samples: dict[int, Any], absent: Sequence[int] = ()
+) -> Iterator[tuple[Longs, WireRecords]]:
+    """Lay samples out side by side, as records that travel; as many at a time as one message may have.
 
     A record on its way is laid out as in a segment, but for two values that only a segment knows, its tail's
     first line and its generation: both are zero, and the store that takes the record in writes its own.
 
     Args:
-        samples: by sample id. Those that cannot be stored are absent, and those beyond one message's size.
-        absent: ids of further samples that are absent.
+        samples: by sample id. Those that cannot be stored, or are larger than a message, are absent.
+        absent: ids of further samples that are absent, no more than one message may have.
 
-    Returns:
-        The sample ids, those of absent ones last, and the records.
+    Yields:
+        The sample ids of a message, those of absent ones last, and the records.
     """
+    most_rows, most_lines = LARGEST // schema.stride, LARGEST // LINE
     fitting: list[tuple[int, forms.Flattened]] = []
-    missing = list(absent)
-    rows_left, lines_left = LARGEST // schema.stride, LARGEST // LINE
+    missing, lines = list(absent), 0
     for sample, value in samples.items():
         try:
             prepared = forms.prepare(schema, value)
+            size = prepared.tail_lines
         except SchemaMismatch:
-            missing.append(sample)
-            continue
-        if rows_left and prepared.tail_lines <= lines_left:
-            rows_left, lines_left = rows_left - 1, lines_left - prepared.tail_lines
+            size = most_lines + 1  # it fits into no message
+        fits = most_rows > 0 and size <= most_lines
+        is_over = fits and (len(fitting) == most_rows or lines + size > most_lines)
+        if is_over or len(fitting) + len(missing) == MOST:
+            yield _laid_out(schema, fitting, missing)
+            fitting, missing, lines = [], [], 0
+        if fits:
             fitting.append((sample, prepared))
+            lines += size
         else:
             missing.append(sample)
+    if fitting or missing:
+        yield _laid_out(schema, fitting, missing)
+
+
+def _laid_out(
+    schema: Schema, fitting: list[tuple[int, forms.Flattened]], missing: list[int]
+) -> tuple[Longs, WireRecords]:
+    """One message of these samples, and of the ids of missing ones."""
     lines = np.array([prepared.tail_lines for _, prepared in fitting], np.int64)
     there = np.array([sample for sample, _ in fitting], np.int64)
     batch = RecordBatch.new(bytearray, there, schema.stride, lines)

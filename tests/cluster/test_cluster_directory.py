@@ -25,7 +25,7 @@ from stores import attached, count, ids, opened, stored, wrong
 
 pytest.importorskip("zmq", reason="pyzmq, which carries records between machines, is not installed")
 
-from hotset.cluster import batch_fetch, membership, store_service
+from hotset.cluster import batch_fetch, membership, protocol, store_service
 from hotset.cluster import directory as directory_module
 from hotset.cluster.directory import (
     FORMER,
@@ -45,7 +45,7 @@ from hotset.cluster.membership import (
     write_membership,
 )
 from hotset.cluster.store_service import StoreService
-from hotset.cluster.wire_records import ABSENT, FULL, PENDING, TRUNCATED, CacheIdentity, WireRecords
+from hotset.cluster.wire_records import ABSENT, FULL, PENDING, TRUNCATED, WireRecords
 from hotset.session import recovery, sessions
 from hotset.session.session_files import retire
 from hotset.store import fill
@@ -506,15 +506,6 @@ MAKERS = [
 ]
 
 
-def cache_of(schema: Schema, count: int = 1000) -> CacheIdentity:
-    return CacheIdentity.of(
-        FINGERPRINT,
-        samples=count,
-        stride=schema.stride,
-        schema=schema.to_json(),
-    )
-
-
 def sound(ids: Any, records: WireRecords) -> Any:
     """Which of these samples' records are there and sound, if they are taken to be these samples'."""
     return records._replace(batch=records.batch._replace(ids=ids[records.present])).verified().present
@@ -534,8 +525,7 @@ def test_what_is_packed_is_sound_and_comes_out_as_it_was(
     make: Callable[[int], Any], numbers: list[int], keep_order: bool
 ) -> None:
     schema = Schema.infer([make(0), make(1)], keep_order=keep_order)
-    cache = cache_of(schema)
-    found, records = batch_fetch.pack(cache, schema, {number: make(number) for number in numbers})
+    ((found, records),) = batch_fetch.pack(schema, {number: make(number) for number in numbers})
     assert found.tolist() == numbers
     assert sound(found, records).all()
     for number, value in zip(numbers, unpacked(schema, records), strict=True):
@@ -553,7 +543,7 @@ def test_what_is_packed_is_sound_and_comes_out_as_it_was(
 def test_texts_of_any_length_travel(values: dict[int, tuple[str, bytes]]) -> None:
     schema = Schema.infer([("a", b"b"), ("", b"longer")], keep_order=True)
     values = values or {0: ("", b"")}
-    found, records = batch_fetch.pack(cache_of(schema), schema, values)
+    ((found, records),) = batch_fetch.pack(schema, values)
     assert found.tolist() == list(values)
     assert sound(found, records).all()
     assert unpacked(schema, records) == list(values.values())
@@ -562,33 +552,37 @@ def test_texts_of_any_length_travel(values: dict[int, tuple[str, bytes]]) -> Non
 def test_what_cannot_be_kept_is_absent() -> None:
     schema = Schema.infer([samples.kilobyte(0)], keep_order=True)
     odd = {3: samples.kilobyte(3), 4: samples.Opaque(4), 5: samples.kilobyte(5), 6: samples.huge_int(6)}
-    found, records = batch_fetch.pack(cache_of(schema), schema, odd, absent=[9])
+    ((found, records),) = batch_fetch.pack(schema, odd, absent=[9])
     assert found.tolist() == [3, 5, 9, 4, 6]
     assert sound(found, records).tolist() == [True, True, False, False, False]
     assert [difference(a, odd[i]) for i, a in zip((3, 5), unpacked(schema, records), strict=True)] == [
         None
     ] * 2
-    found, records = batch_fetch.pack(cache_of(schema), schema, {4: samples.Opaque(4)})
+    ((found, records),) = batch_fetch.pack(schema, {4: samples.Opaque(4)})
     assert (found.tolist(), records.generations.tolist(), records.batch.rows.nbytes) == ([4], [ABSENT], 0)
 
 
 @pytest.mark.parametrize("make", [samples.kilobyte, samples.jpeg_like])
-def test_one_message_is_not_too_large(make: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("most", [protocol.MOST, 3])
+def test_no_message_is_too_large_and_all_together_have_every_sample(
+    make: Callable[[int], Any], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(batch_fetch, "LARGEST", 5000)
+    monkeypatch.setattr(batch_fetch, "MOST", most)
     schema = Schema.infer([make(0), make(1)], keep_order=True)
-    found, records = batch_fetch.pack(
-        cache_of(schema), schema, {number: make(number) for number in range(40)}
-    )
-    there = records.generations >= 0
-    assert sorted(found.tolist()) == list(range(40))
-    assert 0 < np.count_nonzero(there) < 40
-    assert max(records.batch.rows.nbytes, records.batch.tails.nbytes) <= 5000
-    assert max(records.batch.rows.nbytes, records.batch.tails.nbytes) > 5000 - 2000, (
-        "there was room for another one"
-    )
-    assert np.array_equal(sound(found, records), there)
-    for number, value in zip(found[there].tolist(), unpacked(schema, records), strict=True):
-        assert difference(value, make(number)) is None
+    packed = list(batch_fetch.pack(schema, {number: make(number) for number in range(40)}, absent=[99]))
+    there: list[int] = []
+    for found, records in packed:
+        assert len(found) <= most
+        assert max(records.batch.rows.nbytes, records.batch.tails.nbytes) <= 5000
+        assert np.array_equal(sound(found, records), records.generations >= 0)
+        present = found[records.generations >= 0].tolist()
+        for number, value in zip(present, unpacked(schema, records), strict=True):
+            assert difference(value, make(number)) is None
+        there += present
+    assert there == list(range(40))
+    assert 99 in packed[0][0]
+    assert len(packed) <= -(-41 // min(most, 2)), "there was room for others"
 
 
 # ---- leases --------------------------------------------------------------------------------------------
@@ -615,8 +609,7 @@ def take(service: StoreService, *numbers: int, claim: bool = True) -> list[int]:
 
 
 def brought(store: Store, *numbers: int) -> tuple[Any, WireRecords]:
-    cache = cache_of(store.schema, len(store))
-    return batch_fetch.pack(cache, store.schema, {number: samples.kilobyte(number) for number in numbers})
+    return next(batch_fetch.pack(store.schema, {number: samples.kilobyte(number) for number in numbers}))
 
 
 def test_a_claim_is_granted_once() -> None:
@@ -804,11 +797,10 @@ def test_what_has_no_room_is_nobodys_and_that_is_said() -> None:
 def test_who_has_nothing_to_bring_ends_its_lease() -> None:
     with served() as (store, service):
         assert take(service, 1, 2) == [ABSENT, ABSENT]
-        cache = cache_of(store.schema, len(store))
-        ended = batch_fetch.pack(cache, store.schema, {}, absent=[1])
+        ended = next(batch_fetch.pack(store.schema, {}, absent=[1]))
         assert service.put(*ended, 0).tolist() == [False]
         assert take(service, 1, 2) == [ABSENT, PENDING]
-        assert service.put(*batch_fetch.pack(cache, store.schema, {2: samples.Opaque(2)}), 0).tolist() == [
+        assert service.put(*next(batch_fetch.pack(store.schema, {2: samples.Opaque(2)})), 0).tolist() == [
             False
         ]
         assert take(service, 2) == [ABSENT]

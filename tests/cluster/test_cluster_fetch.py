@@ -65,6 +65,7 @@ class Peer:
     def __init__(self, name: str, store: Store) -> None:
         self.name, self.store = name, store
         self.service = StoreService(store, bytes(16))
+        self.answer_bytes = 1 << 20
         self.asked: list[list[int]] = []
 
     def ask(self, cache: CacheIdentity, wanted: Longs, *, claim: bool = False) -> Request:
@@ -72,7 +73,7 @@ class Peer:
         protocol.get(0, cache, wanted)  # refuses more than one message may have
 
         def answer() -> WireRecords:
-            return self.service.take(wanted, np.empty(1 << 20, np.uint8), claim=claim).verified()
+            return self.service.take(wanted, np.empty(self.answer_bytes, np.uint8), claim=claim).verified()
 
         return Request(self.name, wanted, answer)
 
@@ -229,7 +230,7 @@ def test_patience_begins_anew_with_each_answer_of_a_machine(monkeypatch: pytest.
         left.clear()
         put = peer.put
         monkeypatch.setattr(peer, "put", lambda *sent: Slow("b", sent[1], put(*sent)._answer))
-        monkeypatch.setattr(protocol, "MOST", 1)
+        let_messages_have(1, monkeypatch)
         following = [i for i in range(D) if made.orders[i].startswith("ab")][:3]
         assert made.fetch("a").pass_on({i: made.text(i) for i in following})
         assert left == [PATIENCE] * 3, "it has to answer each put, too"
@@ -267,9 +268,46 @@ def test_what_turns_out_too_large_for_who_promised_to_keep_it_goes_further(
         assert made.reads == [wanted]
 
 
+def let_messages_have(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples, at most."""
+    for module in (protocol, batch_fetch):
+        monkeypatch.setattr(module, "MOST", most)
+
+
 @pytest.fixture
 def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "MOST", 3)
+    let_messages_have(3, monkeypatch)
+
+
+def large_samples(made: Four, order: str) -> list[int]:
+    """Three that do not fit into one message of twice their size."""
+    return [i for i in range(D) if made.orders[i].startswith(order) and i % 5 == 4][:3]
+
+
+@pytest.fixture
+def short_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_fetch, "LARGEST", int(1.5 * LARGE * LINE))
+
+
+@pytest.mark.usefixtures("short_messages")
+@pytest.mark.parametrize("passed_on", [False, True])
+def test_what_is_larger_than_a_message_together_is_kept_all_the_same(passed_on: bool) -> None:
+    with four(a=0) as made:
+        wanted = large_samples(made, "ab" if passed_on else "b")
+        if passed_on:
+            assert made.fetch("a").pass_on({i: made.text(i) for i in wanted})
+        else:
+            made.bring("a", *wanted)
+        assert [made.holders(i) for i in wanted] == ["b"] * 3
+
+
+def test_what_a_former_owner_cannot_send_in_one_answer_comes_in_several() -> None:
+    with four() as made:
+        wanted = large_samples(made, "a")
+        made.peers["b"].store.insert({i: made.text(i) for i in wanted}, 0)
+        made.peers["b"].answer_bytes = int(1.5 * LARGE * LINE)
+        made.fetch("a", former="b").run(np.array(wanted), [])
+        assert made.reads == []
 
 
 @pytest.mark.usefixtures("small_messages")

@@ -234,7 +234,7 @@ def test_nothing_from_before_a_clear_comes_from_or_to_a_machine() -> None:
             return bool(fetch(peer, after, ids(sample))[0].present.all())
 
         def bring(cache: CacheIdentity, sample: int) -> None:
-            wanted, records = pack(cache, schema, {sample: make(sample)})
+            ((wanted, records),) = pack(schema, {sample: make(sample)})
             peer.put(cache, wanted, records).wait(time.monotonic() + SOON)
 
         assert fetch(peer, before, ids(1, 2))[0].present.all()
@@ -261,7 +261,7 @@ def test_what_is_brought_as_a_machine_is_cleared_is_not_stored(
     monkeypatch.setattr(owner, step, clear_and_go_on)
     with opened(make, 40) as store:
         before = cache_of(store, FINGERPRINT)
-        wanted, records = pack(before, store.schema, {1: make(1)})
+        ((wanted, records),) = pack(store.schema, {1: make(1)})
         services = {FINGERPRINT: StoreService(store, FINGERPRINT)}
         with RecordServer(HERE, services, SERVER, {ASKER.public}) as other, asker(other.endpoint) as peer:
             for clears, stored in (0, False), (1, True):
