@@ -1214,6 +1214,31 @@ def test_the_clocks_rest_where_batches_come_fast_and_all_of_them_are_counted(
     assert 0.0 < loop["sums"]["clocked_step"] < loop["sums"]["step"]
 
 
+@pytest.mark.parametrize(
+    ("passes", "batches"),
+    [
+        ([1, None, 5], 20),  # a look at a batch, an epoch, and part of the next
+        ([1, 5], 20),  # of the first epoch a part so far
+        ([1, 1, 1], 1),  # next(iter(loader)) for each step
+        ([8, 8, 3], 8),  # epochs of so many steps
+        ([None, None], 20),
+    ],
+)
+def test_a_pass_that_is_left_at_once_is_no_epoch(
+    tmp_path: Path, observer: Watch, passes: list[int | None], batches: int
+) -> None:
+    for count in passes:
+        iterator = iter(torch.utils.data.DataLoader(torch.arange(20), batch_size=1))
+        for _ in range(count or 20):
+            take(observer, iterator)
+        if count is None:
+            end(observer, iterator)
+    observer.stop()
+    (written,) = tmp_path.glob("watch-*.json")
+    (loop,) = json.loads(written.read_text())["loops"]
+    assert loop["pass_batches"] == batches
+
+
 def test_samples_are_counted_while_the_clocks_of_fetches_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, observer: Watch
 ) -> None:

@@ -137,11 +137,13 @@ class _Pass(NamedTuple):
         begun: when.
         length: in batches; None if that is not known.
         before: how many batches the passes before it have given.
+        first: how many of its batches are left out of the sums.
     """
 
     begun: float = 0.0
     length: int | None = None
     before: int = 0
+    first: int = 0
 
 
 class _Wait(NamedTuple):
@@ -190,6 +192,8 @@ class Loop:
         self._pass = _Pass()
         self._left_out = 0  # batches of this pass, still
         self._sum_left_out = 0  # of all passes
+        self._looks = 0  # passes that were left at once, as by next(iter(loader))
+        self._looked_at = 0  # the batches of these
         self._wait: _Wait | None = None  # this one, or the last
         self._step: _Step | None = None  # that the loop is in
         self._kept: Any = None  # a batch that the next step must not drop
@@ -208,12 +212,21 @@ class Loop:
 
     @property
     def pass_batches(self) -> float | None:
-        """The batches of a pass: of those that the loop has left or gone through, or as the loader says."""
+        """The batches of a pass: of those that the loop has left or gone through, or as the loader says.
+
+        A pass that was left at once, to look at a batch, is no epoch, unless all of them are left so.
+        """
         if self.is_endless:
             return None
-        passes = len(self._first_waits) - 1
-        given = self._pass.before
+        passes = len(self._first_waits) - 1 - self._looks
+        given = self._pass.before - self._looked_at
+        if not passes and self._looks and self._given() <= self._pass.first:
+            passes, given = self._looks, self._looked_at
         return given / passes if passes > 0 and given else self._pass.length
+
+    def _given(self) -> int:
+        """How many batches this pass has given."""
+        return self.batches + self._sum_left_out - self._pass.before
 
     def asked_in_rest(self, now: float) -> bool:
         """The loop asks for a batch, not the first of a pass; whether that is all there is to note."""
@@ -254,10 +267,13 @@ class Loop:
         if was_alone or is_first:  # the pass before may have been left after any batch
             self.let_go_on()
         if is_first:
+            if self._wait is not None and self._given() <= self._pass.first:  # the pass before has not ended
+                self._looks += 1
+                self._looked_at += self._given()
             length = _length(iterator)
             begun = now.wall if made is None else made
-            self._pass = _Pass(begun, length, self.batches + self._sum_left_out)
             self._left_out = left_out(length, int(iterator._num_workers))
+            self._pass = _Pass(begun, length, self.batches + self._sum_left_out, self._left_out)
             self._workers.update(workers_of(iterator))
         elif step is not None:
             self._count_step(step, now)
