@@ -1037,6 +1037,28 @@ def test_the_files_of_processes_are_put_together(tmp_path: Path) -> None:
     assert read(str(tmp_path / "nothing")) is None
 
 
+def test_a_worker_that_was_stopped_has_not_waited_for_a_disk(tmp_path: Path) -> None:
+    facts = {"dataset": "Rows", "length": 10, "batch_size": 4, "workers": 2, "world": None}
+    sums = {"steps": 10, "batches": 10, "wait": 0.4, "step": 0.4}
+    loop = {
+        "facts": facts, "sums": sums, "first_waits": [0.1], "steps": [(0.04, 0.04, 0.04)] * 10, "alone": [],
+        "starts": [], "left_out": 0, "pass_batches": 10, "fetching": None, "workers": [2],
+        "stops": [[5.0, 5.3], [7.0, 7.3]],
+    }  # fmt: skip
+    worker = {
+        "batches": 5, "samples": 20, "wall": 0.95, "cpu": 0.1, "collate_cpu": 0.0,
+        "decoders": {}, "memory": [],
+        "process": {"cpu": [1.0, 1.1], "wall": [0.0, 9.0]},
+        "longest": [[4.9, 5.35], [6.0, 6.1], [7.1, 7.4]], "scale": 1.5,  # two of three samples were clocked
+    }  # fmt: skip
+    for pid, fetching, loops in ((1, None, [loop]), (2, worker, [])):
+        found = {"pid": pid, "fetching": fetching, "loops": loops}
+        (tmp_path / f"watch-{pid}.json").write_text(json.dumps(found))
+    seen = read(str(tmp_path))
+    assert seen is not None
+    assert seen.fetch.blocked == pytest.approx((0.95 - 1.5 * (0.3 + 0.2) - 0.1) / 20)
+
+
 def test_without_workers_waiting_for_a_processor_is_no_waiting_for_a_disk(tmp_path: Path) -> None:
     fetching = {
         "batches": 5, "samples": 20, "wall": 0.2, "cpu": 0.1, "collate_cpu": 0.0, "decoders": {},
@@ -1272,7 +1294,8 @@ def test_workers_that_were_stopped_for_a_step_go_on_before_the_clocks_rest(
     observer.stop()
     (written,) = tmp_path.glob(f"watch-{os.getpid()}.json")
     (loop,) = json.loads(written.read_text())["loops"]
-    assert loop["alone"]
+    assert len(loop["stops"]) == len(loop["alone"]) > 0
+    assert all(stopped < go_on for stopped, go_on in loop["stops"])
 
 
 @pytest.fixture

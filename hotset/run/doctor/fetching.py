@@ -2,12 +2,16 @@
 
 The first batch of a process is left out of all sums: it pays for opening files. While the clocks rest
 (:class:`~.clocks.Rests`), samples are only counted; what the others took is scaled to all.
+
+A worker that is stopped for a step that is measured alone does not notice that. So those of its fetches that
+waited longest are written with the time: what they waited while it was stopped is no waiting of theirs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import heapq
 import threading
 import time
 import weakref
@@ -20,6 +24,7 @@ __all__ = ["Fetching", "Resting", "WorkerWatch"]
 
 # The kernel takes 5 ms to say the memory of a worker; in workers that live for a second that would be much.
 _MEMORY_AFTER_SECONDS, _MEMORY_SECONDS = 2.0, 5.0
+_LONGEST = 64  # fetches that are written: each stop is in one of each worker's
 _REST = 1_200.0  # three times as long as the loop's: before they are read, and after, much is called
 
 
@@ -40,6 +45,7 @@ class Fetching:
         self._sums = _Sums()
         self.decoders: dict[str, list[float]] = {}  # name: calls, processor seconds, bytes
         self.rests = Rests(_REST)
+        self._longest: list[tuple[float, float, float]] = []  # a heap: without the processor, begun, ended
         self._samples = 0  # all
         self._batches = 0
         self._entered = 0.0, 0.0  # the time, and this thread's processor time
@@ -78,6 +84,8 @@ class Fetching:
         self._sums.samples += samples
         self._sums.wall += now - wall
         self._sums.cpu += cpu
+        add = heapq.heappush if len(self._longest) < _LONGEST else heapq.heappushpop
+        add(self._longest, (now - wall - cpu, wall, now))
         self.rests.spent(time.perf_counter() - now)
         self.rests.count(now)
 
@@ -143,6 +151,8 @@ class Fetching:
         return {
             **{name: all_of_them * value for name, value in dataclasses.asdict(self._sums).items()},
             "batches": self._batches,
+            "longest": [each[1:] for each in self._longest],
+            "scale": all_of_them,
             "decoders": {name: [all_of_them * value for value in row] for name, row in self.decoders.items()},
             "process": figures,
             "memory": self._memory,

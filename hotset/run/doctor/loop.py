@@ -189,6 +189,8 @@ class Loop:
         self._starts: list[float] = []  # of each pass, in seconds
         self._steps: deque[Clocks] = deque(maxlen=_STEPS_KEPT)  # the last ones
         self._alone: list[StepLength] = []  # beside no workers, in which no batch is dropped
+        self._stops: list[tuple[float, float]] = []  # from when to when the workers were stopped
+        self._stopped_at = 0.0
         self._pass = _Pass()
         self._left_out = 0  # batches of this pass, still
         self._sum_left_out = 0  # of all passes
@@ -353,6 +355,7 @@ class Loop:
         if self._kept is not None:
             workers = workers_of(iterator)
             self._step = step._replace(stopped=workers)
+            self._stopped_at = time.perf_counter()
             if not self._ledger.pause(workers):
                 self._kept, self._step = None, step
             return True
@@ -373,6 +376,7 @@ class Loop:
         """Continue the workers, if they were stopped, and drop the batch that was kept."""
         if self._step is not None and self._step.stopped:
             self._ledger.resume(self._step.stopped)
+            self._stops.append((self._stopped_at, time.perf_counter()))
         self._kept = None
 
     def step(self) -> tuple[StepLength | None, bool]:
@@ -392,6 +396,7 @@ class Loop:
             "pass_batches": self.pass_batches,
             "steps": self._beside(),
             "alone": self._alone,
+            "stops": self._stops,
             "fetching": self.fetching.to_json(memory=False),
             "workers": sorted(self._workers),
         }

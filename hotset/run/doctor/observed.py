@@ -187,9 +187,27 @@ def empty_loader(ledger: str) -> str:
 
 def _fetching(loops: list[dict[str, Any]], processes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What the loops' workers have done, and what they did themselves if they have none."""
-    workers = {pid for loop in loops for pid in loop["workers"]}
-    found = [process["fetching"] for process in processes if process["pid"] in workers]
-    return [one for one in (*found, *(loop["fetching"] for loop in loops)) if one]
+    stops: dict[int, list[list[float]]] = {}
+    for loop in loops:
+        for pid in loop["workers"]:
+            stops.setdefault(pid, []).extend(loop.get("stops", ()))
+    found = [
+        _without_stops(process["fetching"], stops[process["pid"]])
+        for process in processes
+        if process["fetching"] and process["pid"] in stops
+    ]
+    return [*found, *(loop["fetching"] for loop in loops if loop["fetching"])]
+
+
+def _without_stops(fetching: dict[str, Any], stops: list[list[float]]) -> dict[str, Any]:
+    """What a worker has done, without the time in which it was stopped for a step that was measured alone."""
+    within = (
+        min(ended, go_on) - max(begun, stopped)
+        for begun, ended in fetching.get("longest", ())
+        for stopped, go_on in stops
+    )
+    stopped = fetching.get("scale", 1.0) * sum(seconds for seconds in within if seconds > 0.0)
+    return {**fetching, "wall": fetching["wall"] - stopped}
 
 
 def _seconds(loop: dict[str, Any]) -> float:
