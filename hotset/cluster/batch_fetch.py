@@ -3,7 +3,7 @@
 ::
 
     owned here          left to the store: claimed, read, kept                      (Store.fill)
-    owned elsewhere     all owners are asked at once, one request each; the answer for a sample is
+    owned elsewhere     all owners are asked at once; the answer for a sample is
       present           the record is verified, and returned as it was received
       absent            this process has claimed the sample: it reads it, and sends it to its owner
       pending           another process reads the sample: this one waits for it, after all other samples
