@@ -74,6 +74,22 @@ def test_padding_fills_up_to_the_longest_of_the_batch(value: int, workers: int) 
             equal_batches(list(loader), expected, state)
 
 
+@pytest.mark.parametrize("length", [3, 5000])
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.float8_e5m2, torch.bool])
+def test_padding_fills_dtypes_of_which_torch_selects_no_elements(dtype: torch.dtype, length: int) -> None:
+    """Token ids, for example. Whether the tensors are short or long, too."""
+    one, other = torch.zeros(length).to(dtype), torch.zeros(length + 2).to(dtype)
+    batch = hotset.collate.pad(1)([one, other])
+    assert (batch.dtype, batch.shape) == (dtype, (2, length + 2))
+    assert batch.float().tolist() == [[0.0] * length + [1.0] * 2, [0.0] * (length + 2)]
+
+
+@pytest.mark.parametrize("length", [3, 5000])
+def test_a_value_that_the_dtype_cannot_hold_is_an_error(length: int) -> None:
+    samples = [torch.zeros(length, dtype=torch.float16), torch.zeros(length + 1, dtype=torch.float16)]
+    assert "overflow" in failure(lambda: hotset.collate.pad(1e10)(samples)).text
+
+
 def test_padding_in_two_dimensions_at_once() -> None:
     with hotset.cache(Samples(ragged_two_ways, N)) as cached:
         loader = hotset.DataLoader(cached, BATCH, collate_fn=hotset.collate.pad(-3))
