@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 from hotset.errors import QuantityError
 
-__all__ = ["format_bytes", "format_seconds", "parse_bytes"]
+__all__ = ["format_bytes", "format_ms", "format_seconds", "parse_bytes"]
 
 _FACTORS = {"": 1, "b": 1} | {
     f"{prefix}{suffix}": base**power
@@ -86,6 +86,17 @@ def format_bytes(count: float) -> str:
             break
         value /= 1024
     return f"{value:.0f} {unit}" if unit == "B" or abs(value) >= 99.95 else f"{value:.3g} {unit}"
+
+
+def format_ms(seconds: float) -> str:
+    """Return a time as a number of milliseconds, with three digits or all before the point.
+
+    Example:
+        >>> format_ms(0.00001234), format_ms(0.2649), format_ms(1.1), format_ms(0.9999)
+        ('0.0123', '265', '1,100', '1,000')
+    """
+    value = seconds * 1e3
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from hotset.dataset.pipeline import Cuts
 from hotset.dataset.window import Sizes
 from hotset.session.job import this_job
-from hotset.units import format_bytes, format_seconds
+from hotset.units import format_bytes, format_ms, format_seconds
 
 __all__ = ["Plan", "Row", "table"]
 
@@ -216,7 +216,7 @@ class Plan:
             room += f" ({format_bytes(self.limit)} less what others hold)"
         if self.spill is not None and self.room < self.total_bytes:
             share += f", the others go to {self.spill}, where {_DISK_RESERVE} stay free"
-        reads = f"{max(self.sample_seconds * 1e3, 1e-3):.3g} ms to read"
+        reads = f"{format_ms(max(self.sample_seconds, 1e-6))} ms to read"
         if self.sample_seconds < _HIT_SECONDS:
             reads += ", about as long as a hit takes in torch's DataLoader: use hotset.DataLoader"
         after, without = (format_seconds(self.epoch_seconds(cached=cached)) for cached in (True, False))
@@ -238,7 +238,7 @@ class Plan:
             if self.samples
             else "its length is known once it was read"
         )
-        reads = f"{max(self.sample_seconds * 1e3, 1e-3):.3g} ms to read"
+        reads = f"{format_ms(max(self.sample_seconds, 1e-6))} ms to read"
         count = self.room // max(self.sample_bytes, 1)
         beyond = f", the others go to {self.spill}, where {_DISK_RESERVE} stay free" if self.spill else ""
         return [
@@ -279,7 +279,7 @@ def _cells(rows: tuple[Row, ...]) -> list[tuple[str, str, str, str, str]]:
     """The transforms, one line each, under a heading."""
     lines = [("", "", "ms", "bytes", "")]
     for row in rows:
-        seconds = "" if row.seconds is None else f"{row.seconds * 1e3:.3g}"
+        seconds = "" if row.seconds is None else format_ms(row.seconds)
         size = "" if row.bytes is None else format_bytes(row.bytes)
         where = "cached" if row.cached else "live"
         lines.append((where, row.name, seconds, size, f"{row.kind}: {row.evidence}"))

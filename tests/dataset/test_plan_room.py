@@ -118,6 +118,8 @@ def test_an_earlier_cut_with_smaller_samples_is_named() -> None:
 
 def test_a_dataset_that_is_as_fast_as_a_hit_is_told_which_loader_gains() -> None:
     with hotset.cache(Numbers(1), memory="4MiB") as cached:
-        fast, slow = (dataclasses.replace(cached.plan, sample_seconds=each) for each in (2e-6, 2e-4))
+        times = (2e-6, 2e-4, 2.345)
+        fast, slow, slowest = (dataclasses.replace(cached.plan, sample_seconds=each) for each in times)
     assert "0.002 ms to read, about as long as a hit takes in torch's DataLoader: use hotset." in str(fast)
     assert "0.2 ms to read\n" in str(slow)
+    assert "2,345 ms to read\n" in str(slowest)

@@ -537,6 +537,11 @@ def test_the_rate_and_the_waiting_are_those_of_the_steps() -> None:
     assert seen(ranks=4).rate == pytest.approx(2000)
 
 
+def test_steps_of_seconds_are_told_with_all_their_digits() -> None:
+    text = "\n".join(lines(judge(seen(step_beside=1.2345, wait=0.9999), "p"), "train.py"))
+    assert "a step          1,000 ms of waiting for the loader, 1,234 ms of its own" in text
+
+
 def test_what_a_librarys_loader_sets_by_itself_is_named_where_another_takes_its_place() -> None:
     given = [
         "collate_fn=monai.data.utils.list_data_collate",

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from hotset.run.doctor.advice import WORTH, Prediction, Report
 from hotset.run.doctor.observed import Observed
-from hotset.units import format_bytes, format_seconds
+from hotset.units import format_bytes, format_ms, format_seconds
 
 __all__ = ["lines"]
 
@@ -39,7 +39,7 @@ def lines(report: Report, command: str) -> list[str]:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-5 or seconds < 5e-8 else f"{seconds * 1e6:.2g} us"
+    return f"{format_ms(seconds)} ms" if seconds >= 1e-5 or seconds < 5e-8 else f"{seconds * 1e6:.2g} us"
 
 
 def _facts(seen: Observed, predicted: Prediction) -> list[tuple[str, str]]:
