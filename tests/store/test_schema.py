@@ -996,7 +996,15 @@ def test_a_name_of_anything_but_a_function_class_or_dtype_is_refused(name: str) 
 
 def test_a_name_that_leads_to_another_object_than_its_own_is_refused() -> None:
     refused({"leaf": "named", "name": "math:__loader__"})
-    refused({"leaf": "named", "name": "samples:Pair.__new__"})
+
+
+def test_a_function_is_what_a_module_holds_whatever_the_module_calls_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A program's module has another name in a process that was spawned."""
+    schema = Schema.infer([samples.image_and_label], keep_order=True)
+    monkeypatch.setattr(samples.image_and_label, "__module__", "__mp_main__")
+    comes_out(reread(schema), samples.image_and_label)
 
 
 def test_a_group_without_its_type_is_refused() -> None:

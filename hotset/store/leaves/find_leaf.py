@@ -15,10 +15,9 @@ from hotset.store.leaves.python_leaves import (
     NumberLeaf,
     NumbersLeaf,
     TextLeaf,
-    named_leaf,
+    named_from_json,
     number_kind,
     numbers_leaf,
-    object_named,
 )
 from hotset.store.leaves.sparse_tensors import is_sparse
 
@@ -81,10 +80,7 @@ def leaf_from_json(described: Any, find: Callable[[str, str], type]) -> Leaf:
     if kind == "enum":
         return EnumLeaf(find(described["type"], "enum"))
     if kind == "named":
-        named = named_leaf(object_named(described["name"]))
-        if named is None or named.name != described["name"]:
-            raise ValueError(f"{described['name']!r} must be a function, class or dtype of that name")
-        return named
+        return named_from_json(described["name"])
     if kind == "none":
         return NoneLeaf()
     raise ValueError(

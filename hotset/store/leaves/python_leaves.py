@@ -23,10 +23,10 @@ __all__ = [
     "NumbersLeaf",
     "TextLeaf",
     "name_of_type",
+    "named_from_json",
     "named_leaf",
     "number_kind",
     "numbers_leaf",
-    "object_named",
     "type_named",
 ]
 
@@ -252,14 +252,14 @@ class NamedLeaf(Leaf):
     fixed_bytes = 0
 
     def check(self, value: object) -> None:
-        if _name_in_module(value) != self.name:
+        if _object_named(self.name) is not value:
             raise SchemaMismatch(f"{value!r} instead of {self.name}")
 
     def put(self, buffer: Any, offset: int, checked: None) -> None:
         pass
 
     def get(self, buffer: Any, offset: int, dims: Shape) -> Any:
-        return object_named(self.name)
+        return _object_named(self.name)
 
     def to_json(self) -> dict[str, Any]:
         return {"leaf": "named", "name": self.name}
@@ -274,22 +274,36 @@ def named_leaf(value: object) -> NamedLeaf | None:
         >>> named_leaf(lambda: 1) is None
         True
     """
-    name = _name_in_module(value)
-    return NamedLeaf(name) if name is not None else None
-
-
-def _name_in_module(value: object) -> str | None:
-    """``module:qualname`` of a function, class or dtype that is found by it, as :func:`object_named` does."""
-    if issubclass(type(value), _NAMED):
-        name = f"{value.__module__}:{value.__qualname__}"  # type: ignore[attr-defined]
-    elif f"{type(value).__module__}.{type(value).__qualname__}" == "torch.dtype":
-        name = str(value).replace(".", ":")
-    else:
+    own = _own_name(value)
+    if own is None:
         return None
+    leaf = NamedLeaf(f"{getattr(value, '__module__', 'torch')}:{own}")
     try:
-        return name if object_named(name) is value else None
-    except (AttributeError, ImportError, ValueError):
+        leaf.check(value)
+    except (AttributeError, ImportError, ValueError, SchemaMismatch):
         return None
+    return leaf
+
+
+def named_from_json(name: str) -> NamedLeaf:
+    """The leaf of what a module holds under this name.
+
+    Raises:
+        AttributeError, ImportError, ValueError: it is not a function, class or dtype of that name.
+    """
+    # Its module may call itself otherwise: a program's is __mp_main__ where it was spawned.
+    if _own_name(_object_named(name)) != name.partition(":")[2]:
+        raise ValueError(f"{name} must be a function, class or dtype of that name")
+    return NamedLeaf(name)
+
+
+def _own_name(value: object) -> str | None:
+    """The name of a function, class or dtype in its module; None for any other object."""
+    if issubclass(type(value), _NAMED):
+        return str(value.__qualname__)  # type: ignore[attr-defined]
+    if f"{type(value).__module__}.{type(value).__qualname__}" == "torch.dtype":
+        return str(value).partition(".")[2]
+    return None
 
 
 def number_kind(value: object) -> str | None:
@@ -317,7 +331,7 @@ def name_of_type(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def object_named(name: str) -> Any:
+def _object_named(name: str) -> Any:
     """What a module holds: ``module:qualname``.
 
     Importing a module runs it, and a schema must not be a way to run other code. So the module must be
@@ -346,7 +360,7 @@ def type_named(name: str) -> type:
     Raises:
         AttributeError, ImportError, ValueError: there is no such class, or its module must not be imported.
     """
-    found = object_named(name)
+    found = _object_named(name)
     if not isinstance(found, type):
         raise ValueError(f"{name} must be a class")
     return found
