@@ -24,7 +24,6 @@ the one whose latest use is the earliest. Results of functions whose callers hol
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -121,17 +120,16 @@ class KeyedAllocator(FixedRowAllocator):
         begins = np.append(0, np.maximum.accumulate(ends))
         last = np.searchsorted(firsts, begins + needed)
         fits = np.append(firsts, high)[last] - begins >= needed
-        starts = np.flatnonzero(fits)
+        # Before some of them are left out below: among many that have to stay, one gap is easily missed.
+        stay = np.append(0, np.cumsum(np.isinf(ages)))
+        starts = np.flatnonzero(fits & (stay[last] == stay[: len(begins)]))
         if not len(starts):
             return 0, 0
         # Runs overlap; where each covers many records, only some of them are compared.
         step = max(1, int(np.median(last[starts] - starts)) // 4)
         starts = starts[::step]
         costs = np.array([ages[i:j].max(initial=-1.0) for i, j in zip(starts, last[starts], strict=True)])
-        best = int(costs.argmin())
-        if math.isinf(costs[best]):
-            return 0, 0
-        i = int(starts[best])
+        i = int(starts[int(costs.argmin())])
         j = int(last[i])
         self._segment.index[samples[i:j]] = 0
         end = int(np.append(firsts, high)[j])

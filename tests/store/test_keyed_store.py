@@ -205,6 +205,25 @@ def test_random_work_with_too_little_room_never_returns_another_value() -> None:
         assert store.held(function)[1] <= 200_000
 
 
+def test_the_room_of_one_large_value_among_thousands_that_stay_is_found_once_it_is_free() -> None:
+    with keyed(4 << 20) as store:
+        small, large = (store.keys.enter(name, name.encode() * 16, 0) for name in "sl")
+
+        def keep_of(function: int, number: int, size: int) -> bool:
+            sample = store.keys.add(key(number), function)
+            return store.claim(sample, 0) and store.put(sample, 0, function, np.zeros(size, np.uint8))
+
+        numbers = iter(range(1 << 20))
+        for _ in range(1001):
+            keep_of(small, next(numbers), 700)
+        assert keep_of(large, next(numbers), 1 << 20)
+        while keep_of(small, next(numbers), 700):
+            pass
+        assert store.forget(large) == 1
+        store.allocator.reopen()
+        assert keep_of(large, next(numbers), 1 << 20)
+
+
 def test_readers_never_see_a_value_that_is_half_given_up() -> None:
     with keyed(100_000) as store:
         function = store.keys.enter("f", bytes(16), EVICTABLE)
