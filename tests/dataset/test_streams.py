@@ -1520,3 +1520,31 @@ def test_a_lost_sample_that_its_stream_does_not_give_again_is_an_error(
         assert values([next(batches)]) == [2, 3]
     with pytest.raises(hotset.NotCacheable, match="Shrinks ended before its sample number 5"):
         next(batches)
+
+
+class Around(IterableDataset[Any]):
+    """Gives what another stream gives."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.stream
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_a_dataset_over_a_cached_stream_gives_each_worker_what_it_would_give_without_a_cache(
+    is_recorded: bool,
+) -> None:
+    wanted = values(once(Numbers(), 2)[0])
+    with hotset.cache(Numbers(), memory="1MiB") as cached:
+        if is_recorded:
+            cached.fill()
+        with pytest.raises(hotset.HotsetWarning, match="is run by another dataset in the workers"):
+            list(DataLoader(Around(cached), num_workers=2))
+        with recorded():
+            for _ in range(2):
+                assert values(once(Around(cached), 2)[0]) == wanted
+        assert cached.recorded == is_recorded
+        assert sorted(values(hotset.DataLoader(cached, batch_size=8, num_workers=2))) == list(range(N))
+        assert cached.check() == []

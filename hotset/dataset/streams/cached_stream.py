@@ -119,6 +119,13 @@ class CachedStream(DatasetProxy[T]):
     # ---- samples -------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[T]:
+        info = get_worker_info()
+        if info is not None and info.num_workers > 1:
+            # A dataset over this one runs it in each worker of a loader, whose parts nobody has announced.
+            if info.id == 0:
+                self._hotset_passes.tell_of_workers()
+            yield from self._hotset_passes.recording(0, replay=True)
+            return
         if not self.recorded:
             yield from followed_passes(self).recording(0)
             self._hotset_passes.ended()

@@ -242,6 +242,16 @@ class StreamPasses:
                 "one order",
             )
 
+    def tell_of_workers(self) -> None:
+        """Warn that a worker of a loader that does not know the cache runs the stream itself."""
+        self.warn(
+            f"{self.name} is run by another dataset in the workers of a loader, each of which gets a part of "
+            "its own, so samples come from the stream there and none is recorded; give the cached stream "
+            "itself to hotset.DataLoader, and what the other dataset does with samples to hotset.cache as "
+            "transform=.",
+            "workers",
+        )
+
     def _warn_of_copies(self, parts: StreamParts) -> None:
         """Warn if two parts begin with the same samples: the stream does not divide itself."""
         store, count, kept = parts.store, parts.count, parts.kept
