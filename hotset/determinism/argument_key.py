@@ -12,8 +12,9 @@ dataclass, enum, slice, type and parts
 range, namedtuple
 array, tensor           dtype, shape, strides, all bytes (at most 64 KiB)
 numpy scalar            dtype and bytes
-dtype, device, class,   module and name
-function of a module
+dtype, device           its name
+class, function of a    module and name; the user's, its fingerprint, too
+module
 ======================  ===========================================================================
 
 Anything else has no identity: an open file, an object of a class of the user's own, a lambda, a larger array,
@@ -41,9 +42,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from hotset.determinism.fingerprint.fingerprint import fingerprint
+from hotset.determinism.objects.bindings import Bindings
+from hotset.determinism.objects.code_dependencies import is_users
 from hotset.determinism.objects.mutable_content import bytes_of
 
-__all__ = ["ArgumentKey", "NoIdentity", "Parameters", "describe_arguments", "file_version"]
+__all__ = ["ArgumentKey", "Codes", "NoIdentity", "Parameters", "describe_arguments", "file_version"]
 
 _LARGEST_ARRAY = 64 << 10
 _DEEPEST = 20
@@ -70,18 +74,49 @@ class ArgumentKey(NamedTuple):
     fixed: bool
 
 
+class Codes:
+    """What the user's classes and functions among the arguments are made of.
+
+    To describe one takes milliseconds, so it is described anew only if a name that it reads stands for
+    something else than before.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, bytes, Bindings]] = {}
+
+    def of(self, value: Any) -> bytes:
+        """What a class or function is made of; nothing of an installed one, whose name says enough.
+
+        Raises:
+            NoIdentity: it reaches something that cannot be described.
+        """
+        known = self._known.get(id(value))
+        if known is None or known[2].changed():
+            bindings = Bindings(value)  # before it is described: what changes meanwhile is noticed
+            digest = b""
+            if is_users(value):
+                found = fingerprint(value)
+                if found.unknowns:
+                    raise NoIdentity(f"{value.__qualname__}, which reaches {found.unknowns[0]}")
+                digest = found.digest.encode()
+            known = self._known[id(value)] = value, digest, bindings
+        return known[1]
+
+
 class _Description:
     """Collects the description of one call's arguments.
 
     Attributes:
+        codes: what classes and functions are made of.
         parts: the description, in pieces.
         files: what the system says of each file that an argument names.
         fixed: whether no argument can be changed in place.
     """
 
-    __slots__ = ("files", "fixed", "parts")
+    __slots__ = ("codes", "files", "fixed", "parts")
 
-    def __init__(self) -> None:
+    def __init__(self, codes: Codes) -> None:
+        self.codes = codes
         self.parts: list[bytes] = []
         self.files: list[bytes] = []
         self.fixed = True
@@ -97,9 +132,10 @@ class _Description:
         self.parts.append(b"%b%d:" % (tag, len(content)))
         self.parts.append(content)
 
-    def put_name(self, tag: bytes, kind: type) -> None:
-        """Put the full name of a class."""
+    def put_name(self, tag: bytes, kind: Any) -> None:
+        """Put the full name of a class or function, and what it is made of if that is the user's."""
         self.put(tag, f"{kind.__module__}:{kind.__qualname__}".encode())
+        self.put(b"", self.codes.of(kind))
 
 
 def _text(to: _Description, value: str | bytes, depth: int) -> None:
@@ -141,7 +177,7 @@ def _mapping(to: _Description, value: Mapping[Any, Any], depth: int) -> None:
 def _set(to: _Description, value: Any, depth: int) -> None:
     members = []
     for part in value:
-        one = _Description()
+        one = _Description(to.codes)
         one.add(part, depth + 1)
         members.append((b"".join(one.parts), one.files))
         to.fixed &= one.fixed
@@ -160,8 +196,14 @@ def _bounds(to: _Description, value: Any, depth: int) -> None:
 def _array(to: _Description, array: np.ndarray[Any, Any], depth: int) -> None:
     if array.nbytes > _LARGEST_ARRAY or array.dtype.hasobject:
         raise NoIdentity(f"an array of {array.nbytes:,} bytes (up to {_LARGEST_ARRAY:,} have one)")
-    to.put(b"an" + f"{array.dtype.str}{array.shape}{array.strides}".encode(), array.tobytes())
+    to.put(b"ad", _dtype(array.dtype))
+    to.put(b"an" + f"{array.shape}{array.strides}".encode(), array.tobytes())
     to.fixed = False
+
+
+def _dtype(dtype: np.dtype[Any]) -> bytes:
+    """Describe a dtype: all structured ones of a size have one ``str``."""
+    return repr(dtype).encode()
 
 
 def _tensor(to: _Description, value: torch.Tensor, depth: int) -> None:
@@ -181,7 +223,8 @@ def _other(to: _Description, value: Any, depth: int) -> None:
         to.put_name(b"p", kind)
         _text(to, str(value), depth)
     elif isinstance(value, np.generic) and not value.dtype.hasobject:
-        to.put(b"n" + value.dtype.str.encode(), value.tobytes())
+        to.put(b"nd", _dtype(value.dtype))
+        to.put(b"n", value.tobytes())
     elif isinstance(value, enum.Enum):
         to.put_name(b"e", kind)
         # Combined flags, and none of them, may be without a name.
@@ -209,13 +252,14 @@ def _global(to: _Description, value: Any) -> None:
         found = getattr(found, part, None)
     if found is not value:
         raise NoIdentity(f"a function or class that its module does not have by its name ({name})")
-    to.put(b"g", f"{module}:{name}".encode())
+    to.put_name(b"g", value)
 
 
 _EXACT: dict[type, Callable[[_Description, Any, int], object]] = {
     type(None): lambda to, value, depth: to.parts.append(b"N"),
     bool: lambda to, value, depth: to.parts.append(b"T" if value else b"F"),
-    int: lambda to, value, depth: to.parts.append(b"i%d;" % value),
+    # In decimal, Python refuses more than 4,300 digits.
+    int: lambda to, value, depth: to.parts.append(b"i%x;" % value),
     float: lambda to, value, depth: to.parts.append(b"f" + _FLOAT.pack(value)),
     complex: lambda to, value, depth: to.parts.append(
         b"c" + _FLOAT.pack(value.real) + _FLOAT.pack(value.imag)
@@ -233,19 +277,19 @@ _EXACT: dict[type, Callable[[_Description, Any, int], object]] = {
 }
 
 
-def describe_arguments(arguments: Sequence[Any]) -> ArgumentKey:
+def describe_arguments(arguments: Sequence[Any], codes: Codes) -> ArgumentKey:
     """Return the identity of arguments.
 
     Raises:
         NoIdentity: one of them has none.
 
     Example:
-        >>> describe_arguments((1,)) == describe_arguments((1.0,))
+        >>> describe_arguments((1,), Codes()) == describe_arguments((1.0,), Codes())
         False
-        >>> describe_arguments(("a", 2)).version
+        >>> describe_arguments(("a", 2), Codes()).version
         0
     """
-    to = _Description()
+    to = _Description(codes)
     for value in arguments:
         to.add(value)
     return ArgumentKey(b"".join(to.parts), _version(b"".join(to.files)) if to.files else 0, to.fixed)
@@ -280,7 +324,7 @@ class Parameters:
         parameters = list(signature.parameters.values())
         for parameter in parameters:
             try:
-                describe_arguments([parameter.default])
+                describe_arguments([parameter.default], Codes())
             except NoIdentity:
                 self._opaque[id(parameter.default)] = ("the default of", parameter.name)
         kinds = {parameter.kind for parameter in parameters}

@@ -39,6 +39,7 @@ from hotset._warnings import printable, warn
 from hotset.dataset.audit_budget import AuditBudget
 from hotset.determinism.argument_key import (
     ArgumentKey,
+    Codes,
     NoIdentity,
     Parameters,
     describe_arguments,
@@ -112,6 +113,7 @@ class Calls:
         "__weakref__",
         "_audit_budget",
         "_closed",
+        "_codes",
         "_depth",
         "_description",
         "_function",
@@ -133,6 +135,7 @@ class Calls:
         self._state: _InUse | None = None
         self._share: MemoStore | None = None
         self._closed = False
+        self._codes = Codes()  # not for all functions: it refers to classes, which may refer to this
         self._parameters = Parameters(function)
         self._is_off = False  # whether all calls compute: there is no place, or what it reaches does not stay
         self.name = name_of(function)
@@ -163,7 +166,7 @@ class Calls:
         modes = _torch_modes()
 
         def describe() -> ArgumentKey:
-            described = describe_arguments(bound)
+            described = describe_arguments(bound, self._codes)
             return described._replace(key=described.key + modes) if modes else described
 
         try:
@@ -176,12 +179,12 @@ class Calls:
     def get(self, identity: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
         """See :meth:`hotset.memoize.decorator.Memo.get`."""
         try:
-            described = describe_arguments(identity)
+            described = describe_arguments(identity, self._codes)
         except NoIdentity as why:
             raise ArgumentError(
                 f"identity= must consist of numbers, texts, paths and the like, got {why}."
             ) from None
-        return self._get(described, compute, lambda: describe_arguments(identity))
+        return self._get(described, compute, lambda: describe_arguments(identity, self._codes))
 
     def get_by_key(
         self, key: bytes, compute: Callable[[], Any], file: tuple[str, os.stat_result] | None

@@ -16,8 +16,10 @@ import pickle
 import random
 import resource
 import secrets
+import sys
 import threading
 import time
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -128,6 +130,9 @@ ARGUMENTS: list[tuple[Any, Any]] = [
     (int, float),
     (1j, 1.0),
     (..., None),
+    ((1 << 20_000,), (-(1 << 20_000),)),
+    (np.zeros(2, [("a", "<i4")]), np.zeros(2, [("b", "<i4")])),
+    (np.zeros(2, [("a", "<i4")])[0], np.zeros(2, [("a", "<f4")])[0]),
 ]
 
 
@@ -145,6 +150,44 @@ def test_arguments_that_differ_are_told_apart_and_equal_ones_are_one(one: Any, o
         assert kept(other) == 2
         assert kept(other) == 2
         assert len(calls) == 2
+
+
+CELLS = [
+    ("def double(x): return 2 * x", "def double(x): return 2 * x + 1", "double"),
+    ("FACTOR = 2\ndef double(x): return FACTOR * x", "FACTOR = 3", "double"),
+    (
+        "class double(int):\n    def __new__(cls, x): return 2 * x",
+        "class double(int):\n    def __new__(cls, x): return 2 * x + 1",
+        "double",
+    ),
+    (
+        "import enum\nclass Of(enum.Enum):\n    F = 2\n    def __call__(self, x): return self.value * x",
+        "class Of(enum.Enum):\n    F = 3\n    def __call__(self, x): return self.value * x",
+        "Of.F",
+    ),
+]
+
+
+@pytest.mark.parametrize(("cell", "next_cell", "argument"), CELLS)
+def test_a_function_or_class_among_the_arguments_counts_with_its_code(
+    cell: str, next_cell: str, argument: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a notebook, whose next cell defines another one of the same name."""
+    notebook = types.ModuleType("notebook_of_a_test")
+    monkeypatch.setitem(sys.modules, notebook.__name__, notebook)
+
+    def applied(function: Callable[[int], int], x: int) -> int:
+        return function(x)
+
+    with memo(applied) as kept:
+        exec(cell, vars(notebook))
+        first = eval(argument, vars(notebook))
+        assert kept(first, 4) == kept(first, 4) == 8
+        assert kept.stats().hits == 1
+        exec(next_cell, vars(notebook))
+        again = eval(argument, vars(notebook))
+        assert kept(again, 4) == kept(again, 4) == again(4) != 8
+        assert kept.stats().hits == 2
 
 
 def test_only_a_function_of_any_keywords_sees_their_order() -> None:
