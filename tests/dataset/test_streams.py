@@ -31,7 +31,7 @@ from helpers import (
     seed_everything,
 )
 from kills import child, ended
-from stores import attached, ids, opened
+from stores import attached, ids, opened, store_of
 from streams import Numbers, Shuffled, share, values
 from torch.utils.data import (
     BatchSampler,
@@ -1520,6 +1520,26 @@ def test_a_lost_sample_that_its_stream_does_not_give_again_is_an_error(
         assert values([next(batches)]) == [2, 3]
     with pytest.raises(hotset.NotCacheable, match="Shrinks ended before its sample number 5"):
         next(batches)
+
+
+class AtOnce(Numbers):
+    """Divides its samples as a run is begun, and not as the first sample is asked for."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(torch.full(self.shape, float(number)), number) for number in share(self.count)])
+
+
+@pytest.mark.parametrize("kind", [Numbers, AtOnce])
+@pytest.mark.parametrize(("recorders", "readers"), [(2, 0), (0, 2), (2, 1)])
+def test_a_lost_sample_is_that_of_the_worker_that_recorded_it(
+    kind: type[Numbers], recorders: int, readers: int
+) -> None:
+    with hotset.cache(kind(N), memory="1MiB") as stream:
+        stream.fill(num_workers=recorders)
+        (wanted, _), loader = once(stream), hotset.DataLoader(stream, batch_size=8, num_workers=readers)
+        store_of(stream).segment.index[5:9] = 0
+        with recorded():  # it says that the stream is run up to them
+            assert values(loader) == values(wanted)
 
 
 class Around(IterableDataset[Any]):

@@ -127,9 +127,9 @@ class StreamSource(Dataset[Any]):
             "lost",
         )
         samples, at = self._hotset_runs.pop(part, (iter(()), position + 1))
-        if at > position:
-            samples, at = run(self._hotset_stream), 0
         with as_worker(worker, self._hotset_workers, self._hotset_stream):
+            if at > position:
+                samples, at = run(self._hotset_stream), 0  # here, as it may divide itself at once
             for found in samples:
                 at += 1
                 if at > position:
@@ -153,12 +153,11 @@ def as_worker(worker: int, workers: int, dataset: Any) -> Iterator[None]:
         ...     torch.utils.data.get_worker_info().id
         1
     """
-    before = torch_worker._worker_info
+    before, info = torch_worker._worker_info, None
     if workers > 1:
         seed = torch.initial_seed()
-        torch_worker._worker_info = torch_worker.WorkerInfo(
-            id=worker, num_workers=workers, seed=seed, dataset=dataset
-        )
+        info = torch_worker.WorkerInfo(id=worker, num_workers=workers, seed=seed, dataset=dataset)
+    torch_worker._worker_info = info  # None even in a worker of a loader, which has another division
     try:
         yield
     finally:
