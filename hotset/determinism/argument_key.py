@@ -10,15 +10,16 @@ that are a file's path
 tuple, list, dict, set  type, length, parts; a set's in the order of their own descriptions
 dataclass, enum, slice, type and parts
 range, namedtuple
-array, tensor           dtype, shape, strides, all bytes (at most 64 KiB)
-numpy scalar            dtype and bytes
+array, tensor           dtype, shape, strides, all bytes (at most 64 KiB); an array of texts: its texts
+numpy scalar            dtype and bytes; a text: as Python's
 dtype, device           its name
 class, function of a    module and name; the user's, its fingerprint, too
 module
 ======================  ===========================================================================
 
 Anything else has no identity: an open file, an object of a class of the user's own, a lambda, a larger array,
-an argument that is nested more than 20 deep. ``hotset.memo`` computes the function at each such call.
+a tensor with attributes, an argument that is nested more than 20 deep or cannot be read. ``hotset.memo``
+computes the function at each such call.
 
 Every description begins with a tag and says how long it is, so that no two things have one description.
 Arguments are bound to the function's parameters first, so that ``f(1)``, ``f(a=1)`` and ``f(1, b=default)``
@@ -42,6 +43,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from hotset._interrupts import own_errors
 from hotset.determinism.fingerprint.fingerprint import fingerprint
 from hotset.determinism.objects.bindings import Bindings
 from hotset.determinism.objects.code_dependencies import is_users
@@ -196,8 +198,11 @@ def _bounds(to: _Description, value: Any, depth: int) -> None:
 def _array(to: _Description, array: np.ndarray[Any, Any], depth: int) -> None:
     if array.nbytes > _LARGEST_ARRAY or array.dtype.hasobject:
         raise NoIdentity(f"an array of {array.nbytes:,} bytes (up to {_LARGEST_ARRAY:,} have one)")
+    is_text = array.dtype.kind in "UST"  # they may be paths; of the last kind the array holds references
     to.put(b"ad", _dtype(array.dtype))
-    to.put(b"an" + f"{array.shape}{array.strides}".encode(), array.tobytes())
+    to.put(b"an" + f"{array.shape}{array.strides}".encode(), b"" if is_text else array.tobytes())
+    if is_text:
+        _sequence(to, array.ravel().tolist(), depth)
     to.fixed = False
 
 
@@ -209,6 +214,8 @@ def _dtype(dtype: np.dtype[Any]) -> bytes:
 def _tensor(to: _Description, value: torch.Tensor, depth: int) -> None:
     if value.device.type != "cpu" or value.layout != torch.strided or value.is_quantized or value.is_nested:
         raise NoIdentity(f"a tensor on {value.device}, or of a layout that is not dense")
+    if vars(value):
+        raise NoIdentity("a tensor with attributes of its own")
     if value.nbytes > _LARGEST_ARRAY:
         raise NoIdentity(f"a tensor of {value.nbytes:,} bytes (up to {_LARGEST_ARRAY:,} have one)")
     flags = f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.requires_grad}".encode()
@@ -222,6 +229,9 @@ def _other(to: _Description, value: Any, depth: int) -> None:
     if isinstance(value, PurePath):
         to.put_name(b"p", kind)
         _text(to, str(value), depth)
+    elif kind in (np.str_, np.bytes_):
+        to.put(b"nt", b"")
+        _text(to, value.item(), depth)
     elif isinstance(value, np.generic) and not value.dtype.hasobject:
         to.put(b"nd", _dtype(value.dtype))
         to.put(b"n", value.tobytes())
@@ -281,7 +291,7 @@ def describe_arguments(arguments: Sequence[Any], codes: Codes) -> ArgumentKey:
     """Return the identity of arguments.
 
     Raises:
-        NoIdentity: one of them has none.
+        NoIdentity: one of them has none, or cannot be read, as another thread changes it.
 
     Example:
         >>> describe_arguments((1,), Codes()) == describe_arguments((1.0,), Codes())
@@ -290,8 +300,13 @@ def describe_arguments(arguments: Sequence[Any], codes: Codes) -> ArgumentKey:
         0
     """
     to = _Description(codes)
-    for value in arguments:
-        to.add(value)
+    try:
+        for value in arguments:
+            to.add(value)
+    except NoIdentity:
+        raise
+    except own_errors() as error:  # of a stranger's code
+        raise NoIdentity(f"something that cannot be described ({type(error).__name__}: {error})") from error
     return ArgumentKey(b"".join(to.parts), _version(b"".join(to.files)) if to.files else 0, to.fixed)
 
 

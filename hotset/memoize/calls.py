@@ -349,7 +349,7 @@ class Calls:
                 return self._timed(state, compute), False
         finally:
             self._watches.append(watch)
-        if describe_again is not None and describe_again() != identity:
+        if describe_again is not None and not _is_still(identity, describe_again):
             self._tell(
                 state,
                 "changed",
@@ -571,6 +571,13 @@ def _unused(
     # Bound above: as a finalizer it may run when this module's own names are gone.
     if process == getpid():
         counters[in_use] = 0
+
+
+def _is_still(identity: ArgumentKey, describe_again: Callable[[], ArgumentKey]) -> bool:
+    try:
+        return describe_again() == identity
+    except NoIdentity:  # it holds something now that has none
+        return False
 
 
 def _computed_by(thread: int, computing: dict[int, int]) -> set[int]:

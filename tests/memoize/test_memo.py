@@ -133,7 +133,12 @@ ARGUMENTS: list[tuple[Any, Any]] = [
     ((1 << 20_000,), (-(1 << 20_000),)),
     (np.zeros(2, [("a", "<i4")]), np.zeros(2, [("b", "<i4")])),
     (np.zeros(2, [("a", "<i4")])[0], np.zeros(2, [("a", "<f4")])[0]),
+    (np.array(["a", "b"]), np.array(["a", "c"])),
+    (np.str_("a"), "a"),
 ]
+if hasattr(np, "dtypes") and hasattr(np.dtypes, "StringDType"):  # from numpy 2 on
+    _LONG = [np.array([letter * 40], np.dtypes.StringDType()) for letter in "ab"]
+    ARGUMENTS.append((_LONG[0], _LONG[1]))
 
 
 @pytest.mark.parametrize(("one", "other"), ARGUMENTS)
@@ -188,6 +193,31 @@ def test_a_function_or_class_among_the_arguments_counts_with_its_code(
         again = eval(argument, vars(notebook))
         assert kept(again, 4) == kept(again, 4) == again(4) != 8
         assert kept.stats().hits == 2
+
+
+def test_texts_of_numpy_are_paths_as_well(tmp_path: Path) -> None:
+    path = tmp_path / "label"
+
+    def read(names: Any) -> str:
+        return Path(str(np.ravel(names)[0])).read_text()
+
+    with memo(read) as kept:
+        for content in ("one", "another"):
+            path.write_text(content)
+            for names in (np.array([str(path)]), np.array([str(path)])[0]):
+                assert kept(names) == kept(names) == content
+        assert kept.stats().hits == 4
+
+
+def test_an_argument_that_loses_its_identity_while_the_function_runs_is_no_error() -> None:
+    def grow(items: list[Any]) -> int:
+        items.append(object())
+        return len(items)
+
+    with memo(grow) as kept:
+        with pytest.warns(hotset.HotsetWarning, match="changed while the function ran"):
+            assert kept([1]) == kept([1]) == 2
+        assert kept.stats().hits == 0
 
 
 def test_only_a_function_of_any_keywords_sees_their_order() -> None:
@@ -373,6 +403,21 @@ def nest(depth: int) -> list[Any]:
     return [nest(depth - 1)] if depth else []
 
 
+def with_attribute(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.spacing = 2.0  # type: ignore[attr-defined]
+    return tensor
+
+
+@dataclasses.dataclass
+class Unreadable:
+    value: int
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "value":
+            raise RuntimeError("working outside of context")
+        return object.__getattribute__(self, name)
+
+
 @pytest.mark.parametrize(
     "argument",
     [
@@ -383,6 +428,8 @@ def nest(depth: int) -> list[Any]:
         nest(30),
         torch.eye(2).to_sparse(),
         nested_tensor(),
+        with_attribute(torch.zeros(2)),
+        Unreadable(1),
         np.array([(1, ["x"])], dtype=[("number", int), ("list", object)])[0],
     ],
     ids=lambda value: type(value).__name__,
