@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 import secrets
+import shutil
 import signal
 import time
 import warnings
@@ -1540,6 +1541,33 @@ def test_a_lost_sample_is_that_of_the_worker_that_recorded_it(
         store_of(stream).segment.index[5:9] = 0
         with recorded():  # it says that the stream is run up to them
             assert values(loader) == values(wanted)
+
+
+class OfOneFile(IterableDataset[Any]):
+    """Its first worker gives all samples, as of a stream of a single shard."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        numbers = range(0 if info is not None and info.id else 4500)
+        return ((torch.full((1250,), float(number)), number) for number in numbers)
+
+
+def test_one_worker_of_several_may_give_all_samples_that_fit() -> None:
+    with hotset.cache(OfOneFile(), memory="24MiB") as stream, recorded() as told:
+        stream.fill(num_workers=4)
+        assert stream.recorded, told
+        assert len(stream) == 4500
+
+
+def test_a_disk_whose_index_memory_has_no_room_for_is_used_as_far_as_it_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    disk = shutil.disk_usage(tmp_path)._replace(free=100 << 40)
+    monkeypatch.setattr("hotset.dataset.planning.stream_plan.shutil.disk_usage", lambda path: disk)
+    with hotset.cache(Numbers(2000, shape=(250,)), memory="1MiB", spill=tmp_path) as stream:
+        stream.fill()
+        assert stream.recorded
+        assert stream.stats().spilled > 0
 
 
 class Around(IterableDataset[Any]):
