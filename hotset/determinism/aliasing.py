@@ -9,10 +9,12 @@ copies each value, unless it is certain that no other object can reach it:
 value                    no other object can reach it, if
 =======================  ==============================================================================
 number, text, ...        always: it cannot change
-dict, list, tuple        only its holder refers to it, and so with each of its parts
-tensor                   and its storage has no other tensor, and is torch's own memory
+dict, list, tuple, set   only its holder refers to it, and so with each of its parts
+tensor                   and its storage has no other tensor, and is torch's own memory; and so with each of
+                         its attributes
 array                    and it owns its memory, or its base does, which only this array refers to
-PIL image                and only it refers to its pixels, which are no array's or file's memory
+PIL image                and only it refers to its pixels, which are no array's or file's memory, and to the
+                         containers, arrays and tensors that are its attributes
 an object from Python    only its holder refers to it, and so with each of its attributes
 anything else            never
 =======================  ==============================================================================
@@ -52,6 +54,8 @@ _ATOMS: tuple[Any, ...] = (
 _ATOM_TYPES = frozenset({int, float, complex, bool, str, bytes, type(None)})
 _MANY = 8
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+# Of a picture's attributes others are Pillow's: an open file, a decoder.
+_CHANGEABLE = frozenset({dict, list, set, deque, bytearray, np.ndarray, torch.Tensor})
 # torch's count of a storage's users is not public: if a version lacks it, each tensor is copied.
 _uses_of: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
@@ -103,8 +107,8 @@ def owns_all(values: Iterable[Any]) -> bool:
 def _is_alone(value: Any, kind: type) -> bool:
     """Whether a value that only its holder refers to shares no mutable memory with another object."""
     if kind is torch.Tensor:
-        return _tensor_is_alone(value)
-    if kind is tuple or kind is list:
+        return _tensor_is_alone(value) and owns_all(vars(value).values())
+    if kind is tuple or kind is list or kind is set or kind is frozenset:
         # Of a thousand token ids, each has a count to look at, but all types are found in one call.
         return (len(value) > _MANY and _ATOM_TYPES.issuperset(map(type, value))) or owns_all(value)
     if kind is dict:
@@ -122,8 +126,8 @@ def _is_alone(value: Any, kind: type) -> bool:
             return False
         with torch._C.DisableTorchFunctionSubclass():
             return _tensor_is_alone(value) and owns_all(vars(value).values())
-    if kind is bytearray or kind is set or kind is frozenset:
-        return True  # members of a set cannot change, as their hashes would
+    if kind is bytearray:
+        return True
     if kind.__dictoffset__ and _is_from_python(kind):
         return owns_all(vars(value).values())
     return False
@@ -151,6 +155,9 @@ def _array_is_alone(array: np.ndarray[Any, Any]) -> bool:
 
 
 def _image_is_alone(image: Any) -> bool:
+    for attribute in vars(image).values():
+        if type(attribute) in _CHANGEABLE and sys.getrefcount(attribute) > _CONTAINED:
+            return False
     pixels = getattr(image, "_im", None)
     # Read-only, it shares the memory of an array or a file. One more reference for the argument.
     return pixels is None or (not image.readonly and sys.getrefcount(pixels) <= _CONTAINED)

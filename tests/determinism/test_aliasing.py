@@ -521,6 +521,55 @@ def test_tensors_of_a_users_class_are_copied_before_a_transform() -> None:
     assert [value.tolist() for value in held] == [[float(index)] * 2 for index in range(4)]
 
 
+class Member:
+    """It can be in a set, and change."""
+
+    def __init__(self, values: list[int]) -> None:
+        self.values = values
+
+
+class _Around(Dataset[Any]):
+    """Makes a new object for each sample, which refers to what the dataset holds."""
+
+    def __init__(self, make: Callable[[Member], Any]) -> None:
+        self.make = make
+        self.held = [Member([index]) for index in range(4)]
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(self.held[index])
+
+
+def _with_values(value: Any, member: Member) -> Any:
+    value.values = member.values
+    return value
+
+
+AROUND: dict[str, Callable[[Member], Any]] = {
+    "tensor": lambda member: _with_values(torch.zeros(2), member),
+    "picture": lambda member: _with_values(Image.new("L", (2, 2)), member),
+    "set": lambda member: {member},
+    "frozenset": lambda member: frozenset({member}),
+}
+
+
+def _appended(sample: Any) -> list[int]:
+    (one,) = sample if isinstance(sample, (set, frozenset)) else (sample,)
+    one.values.append(7)
+    return list(one.values)
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_what_a_new_sample_refers_to_is_copied_before_a_transform(around: str) -> None:
+    dataset = _Around(AROUND[around])
+    with hotset.cache(dataset, memory="1MiB", transform=[_appended], key=around) as cached:
+        for _ in range(2):
+            assert [cached[index] for index in range(4)] == [[index, 7] for index in range(4)]
+    assert [member.values for member in dataset.held] == [[index] for index in range(4)]
+
+
 class Encoding(UserDict[str, Any]):
     """As transformers' BatchEncoding, which leaves a part of itself out of what pickle keeps."""
 
