@@ -232,17 +232,17 @@ class CachedDataset(DatasetProxy[T]):
 
     def _hotset_samples(self, indices: Sequence[Any]) -> list[T]:
         current = self._hotset_cache.at_sample()
-        numbers = [_integer(index) for index in indices]
+        numbers: list[Any] = [_integer(index) for index in indices]
         if None in numbers:
             many = getattr(self.dataset, "__getitems__", None)
             if many is not None:
                 self._hotset_require_dataset_can_answer("a batch of these indices")
                 return many(indices)  # type: ignore[no-any-return]
             return [self[index] for index in indices]
-        ids = np.array(numbers, np.int64)
         length = current.plan.used
-        if len(ids) and not (-length <= ids.min() and ids.max() < length):
-            return [self[index] for index in ids.tolist()]
+        if numbers and not (-length <= min(numbers) and max(numbers) < length):
+            return [self[number] for number in numbers]
+        ids = np.array(numbers, np.int64)
         ids[ids < 0] += length
         return current.source.finish_batch(self._hotset_records(current, ids))
 

@@ -112,16 +112,21 @@ class Route:
             return None
         if indices.ndim != 1 or indices.dtype.kind not in "iu" or not len(indices):
             return None
-        indices = indices.astype(np.int64, copy=False)
         # The ufuncs, not the arrays' methods, which are Python code around them: this runs for every batch.
         low = int(np.minimum.reduce(indices))
         if low < -self.length or int(np.maximum.reduce(indices)) >= self.length:
             return None
+        indices = indices.astype(np.int64, copy=False)  # not before: 2**64 - 1 would become -1
         return np.where(indices < 0, indices + self.length, indices) if low < 0 else indices
 
     def sample_ids(self, indices: Indices) -> Ids:
         """The sample ids, in the single cache's store, of indices that :meth:`resolve` returned."""
         return current_of(self.caches[0]).sample_ids(self._inner_indices(indices))
+
+    def ids_of(self, given: Any) -> Ids | None:
+        """The sample ids, in the single cache's store, of these indices; None as :meth:`resolve`."""
+        resolved = self.resolve(given)
+        return self.sample_ids(resolved) if resolved is not None else None
 
     @property
     def spills(self) -> bool:

@@ -181,8 +181,7 @@ class LocalBatches:
         """
         start = time.perf_counter()
         self._selected = self._draw()
-        resolved = self._route.resolve(self._selected)
-        ids = self._route.sample_ids(resolved) if resolved is not None else None
+        ids = self._route.ids_of(self._selected)
         if ids is not None and not self._may_be_served(ids):
             ids = None
         self._hand_over(samples_in(self._selected), start)
@@ -223,9 +222,9 @@ class LocalBatches:
     def _ask_ahead(self) -> None:
         """Ask other machines for their samples of the next batch, if that batch is known."""
         later = self._order.peek(0)
-        resolved = self._route.resolve(later) if later is not None else None
-        if resolved is not None and self._single is not None:
-            self._single.ask_ahead(self._route.sample_ids(resolved))
+        ids = self._route.ids_of(later) if later is not None else None
+        if ids is not None and self._single is not None:
+            self._single.ask_ahead(ids)
 
     def _make(self, indices: Any) -> Any:
         """The batch of these indices."""
@@ -300,11 +299,11 @@ class LocalBatches:
             batches.append(later)
         indices = _joined(batches)
         # Resolved together: to resolve a batch of 32 alone takes longer than to copy it.
-        resolved = self._route.resolve(indices) if indices is not None else None
-        if resolved is None:
+        ids = self._route.ids_of(indices) if indices is not None else None
+        if ids is None:
             return []
         ends = list(itertools.accumulate(map(len, batches)))
-        return np.split(self._route.sample_ids(resolved), ends[:-1])
+        return np.split(ids, ends[:-1])
 
     def _gather_ahead(self, gather: LocalGather, ids: Ids, distance: int) -> Any | None:
         """The batch from the thread, which then has up to ``distance`` batches to make, this one included."""
@@ -314,10 +313,10 @@ class LocalBatches:
         # Ask for the next batches before waiting for this one, so that the thread never idles.
         while ahead.pending < distance:
             later = self._order.peek(ahead.pending - 1)
-            resolved = self._route.resolve(later) if later is not None else None
-            if resolved is None:
+            next_ids = self._route.ids_of(later) if later is not None else None
+            if next_ids is None:
                 break
-            ahead.ask(partial(_copied, gather.prepare(self._route.sample_ids(resolved))))
+            ahead.ask(partial(_copied, gather.prepare(next_ids)))
         copy = ahead.next()
         if copy is not None and copy.count != len(ids):  # the program has set another batch size meanwhile
             ahead.stop()

@@ -119,12 +119,12 @@ class Upcoming:
 
     Args:
         access: of the only cache behind the dataset.
-        sample_ids: maps indices to sample ids.
+        ids_of: maps indices to sample ids; None where the dataset itself must be asked for them.
     """
 
-    def __init__(self, access: SampleAccess, sample_ids: Callable[[Any], Ids]) -> None:
+    def __init__(self, access: SampleAccess, ids_of: Callable[[Any], Ids | None]) -> None:
         self._access = access
-        self._sample_ids = sample_ids
+        self._ids_of = ids_of
         self._batches: deque[Any] = deque()
         self._passed = 0  # of these, how many need no reading any more
         self._count = 1
@@ -146,9 +146,9 @@ class Upcoming:
         if self._ended or store is None:
             return False
         while self._passed < len(self._batches):
-            ids = self._sample_ids(self._batches[self._passed])
-            missing = ids[store.index.missing(ids)]
-            if len(missing):
+            ids = self._ids_of(self._batches[self._passed])
+            missing = ids[store.index.missing(ids)] if ids is not None else None
+            if missing is not None and len(missing):
                 self._fill(missing[: max(self._count, self._access.at_once)])
                 return True
             self._passed += 1

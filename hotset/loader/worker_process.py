@@ -257,7 +257,7 @@ class _InWorker:
         single = route.single
         self.upcoming: Upcoming | None = None
         if single is not None and single.window is None and single.remote is None:
-            self.upcoming = Upcoming(single, route.sample_ids)
+            self.upcoming = Upcoming(single, route.ids_of)
 
     def answer(self, task: Task) -> BatchMessage:
         if task.ahead is not None and self.upcoming is not None:

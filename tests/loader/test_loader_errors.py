@@ -256,7 +256,7 @@ def test_sample_500_of_another_kind_is_served_right_and_cached(make: Callable[[i
         assert cached.check() == []
 
 
-@pytest.mark.parametrize("index", [N, -N - 1, 10**9])
+@pytest.mark.parametrize("index", [N, -N - 1, 10**9, 2**63, 2**64 - 1, -(2**70)])
 def test_an_index_out_of_range_is_the_sources_own_error(index: int) -> None:
     source = Samples(image_and_label, N)
     with hotset.cache(source) as cached:
@@ -268,6 +268,25 @@ def test_an_index_out_of_range_is_the_sources_own_error(index: int) -> None:
                 assert failure(partial(list, loader)).kind is IndexError
             for i in range(N):
                 cached[i]
+
+
+class GoesRound(Dataset[Any]):
+    """Takes every integer."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(int(index) % N)
+
+
+def test_an_array_of_indices_beyond_64_bits_with_a_sign_is_what_it_is_in_torch() -> None:
+    batches = [np.array([2**64 - 1, 3], np.uint64), [2**63, 3], [2**64 - 1, 3], [2**70, 3]]
+    expected = list(DataLoader(GoesRound(), batch_sampler=batches))
+    with hotset.cache(GoesRound(), memory="1MiB") as cached:
+        for _ in ("cold", "warm"):
+            equal_batches(list(hotset.DataLoader(cached, batch_sampler=batches)), expected)
+            cached.fill()
 
 
 def test_iterating_the_dataset_itself_ends_as_the_sources_does() -> None:

@@ -21,7 +21,7 @@ from helpers import (
     taken_apart,
 )
 from sources import ReadLog
-from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, Subset
 from torch.utils.data.distributed import DistributedSampler
 
 import hotset
@@ -140,6 +140,24 @@ def test_other_orders_that_are_known(wrapped: str, log: ReadLog) -> None:
             labels += batch[1].tolist()
         assert log.total() == count, "none but this pass's own"
         assert len(labels) == count
+
+
+class GoesRound(Rows):
+    """Takes every integer."""
+
+    def value(self, index: int) -> Any:
+        return super().value(index % N)
+
+
+def test_indices_that_the_dataset_alone_knows_are_left_to_it(log: ReadLog) -> None:
+    beyond = {"sampler": SequentialSampler(range(N + 4 * MADE)), "shuffle": False}
+    expected = list(loader_over(GoesRound(log), DataLoader, **beyond))
+    with hotset.cache(GoesRound(log), memory="4MiB", key="x") as cached:
+        batches = iter(loader_over(cached, **beyond))
+        found = [next(batches)]
+        assert eventually(lambda: cached.stats().cached == N)
+        found += batches
+        equal_batches(found, expected)
 
 
 def test_a_sampler_that_may_draw_later_is_asked_for_no_more_than_torch_asks(log: ReadLog) -> None:
