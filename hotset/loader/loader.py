@@ -87,6 +87,8 @@ _GROWTH = 4
 # How many samples are looked up to find a cached one.
 _LOOKED_UP = 4096
 _SMALLEST_BLOCK = 1 << 20
+# The arguments that may be set on a loader, and that what it keeps from pass to pass is made of.
+_MADE_OF = frozenset({"collate_fn", "num_workers", "pin_memory"})
 
 
 class DataLoader(TorchDataLoader[T]):
@@ -145,6 +147,9 @@ class DataLoader(TorchDataLoader[T]):
                 f"generator=torch.Generator().manual_seed({value if type(value) is int else 0})."
             )
         super().__setattr__(name, value)
+        if name in _MADE_OF:
+            for made in ("_gathers", "_watched", "_local_generators"):
+                self.__dict__.pop(made, None)
 
     def __iter__(self) -> Any:
         if self.timeout and not self.num_workers:  # torch's own error, raised at the same moment

@@ -90,6 +90,19 @@ def test_a_value_that_the_dtype_cannot_hold_is_an_error(length: int) -> None:
     assert "overflow" in failure(lambda: hotset.collate.pad(1e10)(samples)).text
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_collate_function_that_is_set_between_two_passes_counts(workers: int) -> None:
+    rows = [torch.ones(1 + index % 3) for index in range(9)]
+    collates = [hotset.collate.pad(0), hotset.collate.pad(-1), hotset.collate.ragged, hotset.collate.pad(0)]
+    with hotset.cache(rows, memory="1MiB") as cached:
+        cached.fill()
+        loader = hotset.DataLoader(cached, batch_size=3, num_workers=workers)
+        for collate in collates:
+            loader.collate_fn = collate
+            expected = DataLoader(rows, batch_size=3, collate_fn=collate)
+            equal_batches(list(map(listed, loader)), list(map(listed, expected)))
+
+
 def test_padding_in_two_dimensions_at_once() -> None:
     with hotset.cache(Samples(ragged_two_ways, N)) as cached:
         loader = hotset.DataLoader(cached, BATCH, collate_fn=hotset.collate.pad(-3))
