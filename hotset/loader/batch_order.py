@@ -86,7 +86,7 @@ class BatchOrder:
         return self._drawn.popleft()
 
     def top_up(self) -> None:
-        """Draw one more batch, as torch does when it hands over a batch."""
+        """Draw one more batch, as torch does when it hands over a batch, or the exception in its place."""
         if self._ahead:
             self._draw()
 

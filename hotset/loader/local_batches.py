@@ -121,8 +121,14 @@ class LocalBatches:
                 self._prefetched = self._prefetch(self._prefetched - 1, samples_in(indices))
             if self._has_peers and not (self._several is not None and self._several.left > 1):
                 self._ask_ahead()
-            batch = self._make(indices)
-            self._hand_over(samples_in(indices), start)
+            try:
+                batch = self._make(indices)
+            except BaseException:
+                self._run.failed(samples_in(indices))
+                raise
+            finally:
+                self._order.top_up()  # as torch does for a batch that fails, too
+            self._run.count(samples_in(indices), start)
             return batch
         except StopIteration:
             raise
@@ -149,10 +155,6 @@ class LocalBatches:
     def _reading_ends(self) -> None:
         for cache in self._route.followed:
             cache.changes.pass_ended()
-
-    def _hand_over(self, samples: int, start: float) -> None:
-        self._order.top_up()
-        self._run.count(samples, start)
 
     # ---- hotset.device.gpu_cache.SampleSelector ------------------------------------------------------
 
@@ -184,7 +186,8 @@ class LocalBatches:
         ids = self._route.ids_of(self._selected)
         if ids is not None and not self._may_be_served(ids):
             ids = None
-        self._hand_over(samples_in(self._selected), start)
+        self._order.top_up()
+        self._run.count(samples_in(self._selected), start)
         return ids
 
     def gather(self, ids: Ids) -> Any | None:

@@ -88,6 +88,7 @@ class EpochProgress:
     common: dict[str, Any] = field(default_factory=dict, repr=False)
     watch: tuple[Callable[[], None], ...] = field(default=(), repr=False)
     summary: EpochSummary = field(init=False, repr=False)
+    _failed: tuple[int, int] = field(default=(0, 0), init=False, repr=False)  # batches and samples
 
     def describe(self, header: dict[str, Any], *, under_way: bool) -> None:
         """Make the part that all states of this pass share, as one may be taken after every batch."""
@@ -117,11 +118,21 @@ class EpochProgress:
             start: since when the consumer has waited for it, as ``time.perf_counter()`` says it.
             shown: the samples in it for the summary, if that knows better.
         """
-        self.batches += 1
-        self.samples += samples
+        failed_batches, failed_samples = self._failed
+        self._failed = 0, 0
+        self.batches += 1 + failed_batches
+        self.samples += samples + failed_samples
         for check in self.watch:
             check()
         self.summary._count(samples if shown is None else shown, time.perf_counter() - start)
+
+    def failed(self, samples: int) -> None:
+        """Note that a batch raised an exception in place of being handed over.
+
+        It counts as consumed once another batch is: a loader that resumes before that tries it again.
+        """
+        batches, before = self._failed
+        self._failed = batches + 1, before + samples
 
     def end(self) -> None:
         """Note that the last batch of the pass, or of its first part, was handed over."""

@@ -43,6 +43,7 @@ class WorkerBatches:
         self._warn = warn
         self._persistent = inner.persistent_workers
         self._workers = inner.num_workers
+        self._in_order = inner.in_order
         self._tasks: TaskSampler = inner.sampler  # type: ignore[assignment]
         self._buffers = buffers
         self._run = run
@@ -76,6 +77,8 @@ class WorkerBatches:
         except SampleStopped as error:
             raise stopped(error) from None
         self._tasks.answered(message)
+        for samples in self._tasks.failed_before(message) if self._in_order else ():
+            self._run.failed(samples)
         report = message.report
         self._buffers.needed = max(self._buffers.needed, report.needed)
         for sentence, about in report.told:

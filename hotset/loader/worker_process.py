@@ -133,6 +133,13 @@ class BatchBuffers:
             self.trim()
 
 
+class _Given(NamedTuple):
+    """What is remembered of a task that was given: its batch's size, and its block, if it has one."""
+
+    samples: int
+    place: tuple[BlockPool, int] | None
+
+
 class TaskSampler:
     """The inner loader's sampler: the user's batch sampler, with a free block for each batch.
 
@@ -153,7 +160,7 @@ class TaskSampler:
         self._numbers = itertools.count()
         # By the task's number: a block that no tensor lies in is free, and another task's, before its message
         # has been handed on.
-        self._out: dict[int, tuple[BlockPool, int]] = {}
+        self._out: dict[int, _Given] = {}
         self._idle = 0
         self._states: dict[int, Any] = {}
 
@@ -172,8 +179,9 @@ class TaskSampler:
         return self._tasks(iter(self._batches) if whole is None else whole)
 
     def _tasks(self, batches: Iterator[Any]) -> Iterator[Task]:
-        # When torch asks for a pass's first task, it has dropped the messages of one that was broken off.
-        self._out.clear()
+        # When torch asks for a pass's first task, it has dropped the messages of one that was broken off, and
+        # a message recycles its block. There was none for a batch that failed.
+        self.recall()
         # The workers take turns, so the number of each first task is the number of its worker.
         for turn, indices in enumerate(itertools.chain(itertools.repeat((), self._idle), batches)):
             taken = self._buffers.take()
@@ -184,14 +192,12 @@ class TaskSampler:
             if self._workers and isinstance(batches, WholeEpoch) and not idle:
                 ahead = batches_ahead(batches, turn - self._idle, self._workers)
             task = next(self._numbers)
-            yield Task(task, indices, idle, *self._place(task, taken), self._states.get(turn), ahead)
-
-    def _place(self, task: int, taken: tuple[BlockPool, int] | None) -> tuple[Address | None, int, int]:
-        """What a task says of its block, which a worker has from now on."""
-        if taken is None:
-            return None, 0, NO_BLOCK
-        self._out[task] = pool, block = taken
-        return pool.address, pool.block_bytes, block
+            self._out[task] = _Given(samples_in(indices), taken)  # from now on, a worker has the block
+            place: tuple[Address | None, int, int] = None, 0, NO_BLOCK
+            if taken is not None:
+                pool, block = taken
+                place = pool.address, pool.block_bytes, block
+            yield Task(task, indices, idle, *place, self._states.get(turn), ahead)
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -200,11 +206,26 @@ class TaskSampler:
         """A message has arrived: from now on the message recycles its block."""
         self._out.pop(message.report.task, None)
 
+    def failed_before(self, message: BatchMessage) -> list[int]:
+        """The sizes of the batches that should have come before this message, and raised exceptions instead.
+
+        Only where batches come in order. An exception alone does not tell: a time-out takes no batch.
+        """
+        failed = [task for task in self._out if task < message.report.task]
+        return [self._take_back(task).samples for task in failed]
+
     def recall(self) -> None:
         """Take back the blocks of tasks that no worker will answer."""
-        for pool, block in self._out.values():
+        for task in list(self._out):
+            self._take_back(task)
+
+    def _take_back(self, task: int) -> _Given:
+        given = self._out.pop(task)
+        # An interrupt may have dropped its message, which has recycled the block: it may be another task's.
+        if given.place is not None and all(other.place != given.place for other in self._out.values()):
+            pool, block = given.place
             pool.give_back(block)
-        self._out.clear()
+        return given
 
 
 class BatchMaker(Dataset[Any]):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,14 +45,14 @@ from sources import (
     Samples,
     SlowInWorkers,
 )
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import hotset
 
 N = 22
 
 
-def story(loader: DataLoader[Any]) -> list[Any]:
+def story(loader: Iterable[Any]) -> list[Any]:
     """All batches of an epoch, with the name of the error in place of a batch that failed."""
     seen: list[Any] = []
     iterator = iter(loader)
@@ -81,6 +83,85 @@ def test_the_failed_batch_raises_and_the_others_come_as_in_torch(
             equal_batches(story(loader), expected, state)
         source.disarm()
         equal_batches(list(loader), list(DataLoader(source, **options)), "mended")
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_the_batches_after_a_failed_one_come_where_workers_would_make_few_ahead(
+    ahead: int, tmp_path: Path
+) -> None:
+    """The pass begins with all samples cached, so no worker is started for it."""
+    source = Raising(image_and_label, N, 9, tmp_path / "armed")
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": 1, "prefetch_factor": ahead}
+    with hotset.cache(source) as cached:
+        cached.fill()
+        source.arm()
+        expected = story(DataLoader(source, batch_size=4))
+        loader = hotset.DataLoader(cached, **options)
+        batches = iter(loader)
+        cached.clear()
+        equal_batches(story(batches), expected)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_failed_batch_is_tried_again_until_a_later_one_was_handed_over(
+    workers: int, tmp_path: Path
+) -> None:
+    source = Raising(image_and_label, N, 9, tmp_path / "armed")
+    with hotset.cache(source) as cached:
+        source.arm()
+        make = partial(hotset.DataLoader, cached, batch_size=4, num_workers=workers)
+        loader = make()
+        batches = iter(loader)
+        for _ in range(2):
+            next(batches)
+        with pytest.raises(PlainError):
+            next(batches)
+        at_the_failed_one = loader.state_dict()
+        next(batches)
+        after_the_next = loader.state_dict()
+        source.disarm()
+        for state, rest in (at_the_failed_one, range(8, N)), (after_the_next, range(16, N)):
+            resumed = make()
+            resumed.load_state_dict(state)
+            equal_batches(list(resumed), list(DataLoader(Subset(source, rest), batch_size=4)))
+
+
+@hotset.nondeterministic
+def _live(sample: Any) -> Any:
+    return sample
+
+
+class SecondPartVaries(Dataset[Any]):
+    """Samples that default_collate refuses to put together, after it has put together their first parts."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((1 << 18,), float(index)), torch.zeros(1 + index % 2)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_batches_that_fail_in_workers_keep_no_memory(persistent: bool) -> None:
+    with hotset.cache(SecondPartVaries(), transform=[_live], memory="128MiB") as cached:
+        options: dict[str, Any] = {"num_workers": 1, "persistent_workers": persistent}
+        batches = ListedBatches([[at, at + 1 + at % 4 // 2] for at in range(44)])
+        loader = hotset.DataLoader(cached, batch_sampler=batches, **options)
+        for _ in range(2):
+            made, iterator = 0, iter(loader)
+            for _ in range(len(batches)):
+                with contextlib.suppress(RuntimeError):
+                    next(iterator)
+                    made += 1
+            assert made == len(batches) // 2
+            assert memory_of_blocks() < 40 << 20
+
+
+def memory_of_blocks() -> int:
+    """Bytes of the shared blocks of this process."""
+    links = {each: os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()}
+    files = [each.stat() for each, link in links.items() if "hotset-blocks" in link]
+    return sum(status.st_blocks * 512 for status in files)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
