@@ -125,6 +125,10 @@ class ActiveWindow:
         order = self._order[1]
         return order if positions is None else order[positions]
 
+    def held(self) -> Ids:
+        """The entries that the ring may hold: the residents, and those that come next."""
+        return _run(self.cursor(), self.sizes.slots)
+
     def sample(self, entry: int) -> int:
         """The index in the dataset of an entry's sample."""
         block, offset = divmod(entry, _BLOCK)

@@ -36,6 +36,7 @@ from hotset.determinism.draws.draw_watch import DrawWatch
 from hotset.determinism.draws.rng import Generators
 from hotset.determinism.equality import differs
 from hotset.determinism.verdict import name_of
+from hotset.store.claims import Ids
 from hotset.store.format import PRESENT
 from hotset.store.store import Store
 
@@ -153,16 +154,23 @@ class Audit:
         return {**self.__dict__, "_process": 0, "_watch": None, "_outside": []}
 
 
-def first_difference(source: Source, store: Store) -> str | None:
+def first_difference(
+    source: Source, store: Store, ids: Ids | None = None, index_of: Callable[[int], int] = int
+) -> str | None:
     """Compare a few samples of a cache that another job has filled with what the source returns here.
 
     These are the first and the last cached sample, and two between them that vary from call to call; after a
     second no further one is read. Generators, and what reading opens or notes, are restored.
 
+    Args:
+        ids: the sample ids in question; all by default.
+        index_of: returns the index in the dataset of a sample id.
+
     Returns:
         A phrase that names a sample and how it differs; None if all are equal, or cannot be read now.
     """
-    cached = np.flatnonzero(store.words(np.arange(len(store))) >= PRESENT)
+    ids = np.arange(len(store)) if ids is None else ids
+    cached = ids[store.words(ids) >= PRESENT]
     if not len(cached):
         return None
     begun, varied = time.monotonic(), time.time_ns() * _GOLDEN
@@ -176,11 +184,11 @@ def first_difference(source: Source, store: Store) -> str | None:
                 if copies is None:
                     continue
                 try:
-                    found = differs(copies[0], source.read(sample_id), across=True)
+                    found = differs(copies[0], source.read(index_of(sample_id)), across=True)
                 except Exception:  # a sample that cannot be read now may be unchanged
                     continue
                 if found:
-                    return f"sample {sample_id} ({found})"
+                    return f"sample {index_of(sample_id)} ({found})"
                 if time.monotonic() - begun > _FIRST_SECONDS:
                     break
         finally:

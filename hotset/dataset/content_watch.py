@@ -33,7 +33,6 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
 from hotset._warnings import warn
-from hotset.dataset.audit import first_difference
 from hotset.dataset.held_attributes import Difference, HeldAttributes, with_objects
 from hotset.dataset.sample_access import SampleAccess
 from hotset.dataset.transform_attributes import (
@@ -134,13 +133,8 @@ class ContentWatch:
         """Compare with what is held now, if reading samples in this process may have changed it."""
         has_read = self._access.read_here > self._read_before and not self._is_held
         # The user's code has run between batches, too.
-        if has_read and not (self.change(computed=False) is not None and self._samples_differ()):
+        if has_read and not (self.change(computed=False) is not None and self._access.differs_from_source()):
             self.look()
-
-    def _samples_differ(self) -> bool:
-        """Whether one of a few cached samples is another if it is read now."""
-        store = self._access.store
-        return store is not None and first_difference(self._access.source, store) is not None
 
     def change(self, *, shared: bool = False, computed: bool = True) -> Difference | None:
         """An attribute that is another now; None if there is none.
@@ -160,7 +154,7 @@ class ContentWatch:
             return found
         # What was computed from others, a global, or an attribute of a class counts if it changes samples.
         found = found or self._around.changed()
-        if found is None or self._samples_differ():
+        if found is None or self._access.differs_from_source():
             return found
         self._find()  # what is compared may belong to code that is used no more
         self._look()

@@ -31,7 +31,7 @@ from torch.utils.data import get_worker_info
 from hotset._warnings import Warner
 from hotset.dataset.active_window import ActiveWindow
 from hotset.dataset.attachment import Attachment
-from hotset.dataset.audit import Audit
+from hotset.dataset.audit import Audit, first_difference
 from hotset.dataset.held_attributes import HeldAttributes, outer_code
 from hotset.dataset.pipeline import Source
 from hotset.dataset.plan import Plan
@@ -449,6 +449,14 @@ class SampleAccess:
         store.participant.row[Slot.AUDIT_NS] += int(self._audit.last_seconds * 1e9)
         if found is not None and store.invalidate():
             self.warn(f"{self.plan.name}: {found}")
+
+    def differs_from_source(self) -> bool:
+        """Whether one of a few cached samples is another if it is read now."""
+        store, window = self.store, self.window
+        if store is None:
+            return False
+        ids = window.held() if window is not None else None
+        return first_difference(self.source, store, ids, self._index) is not None
 
     @contextlib.contextmanager
     def in_place_of_workers(self) -> Iterator[None]:

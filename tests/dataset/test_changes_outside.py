@@ -247,3 +247,20 @@ def test_what_changes_no_sample_keeps_the_cache(workers: int) -> None:
             list(hotset.DataLoader(cached, batch_size=4, num_workers=workers))
         assert cached.stats().hits == 2 * N
     assert not told
+
+
+@pytest.mark.parametrize("epochs", [1, 12])
+def test_of_a_window_the_samples_that_it_holds_are_compared(epochs: int) -> None:
+    """After some epochs no resident's number in the window is its index in the dataset."""
+    window = hotset.Window(resident=6, replace=0.5, wait=True)
+    with recorded() as told, hotset.cache(Outside(), window=window) as cached:
+        loader = hotset.DataLoader(cached, batch_size=3)
+        for _ in range(epochs):
+            list(loader)
+        KNOWN[1000 + len(KNOWN)] = 1  # read by the code, and of no use
+        list(loader)
+        assert not told
+        CHANGES["a number"]()
+        found = torch.cat(list(loader))
+    assert any("has changed" in str(each.message) for each in told)
+    assert {*map(tuple, found.tolist())} <= {tuple(Outside()[index].tolist()) for index in range(N)}
