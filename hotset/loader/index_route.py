@@ -214,10 +214,11 @@ def route_to(dataset: Any, *, in_part: bool = False) -> Route | None:
         parts = [route_to(part) for part in dataset.datasets]
         caches: list[DatasetProxy[Any]] = []
         insides, which = [], []
-        for part in parts:
-            if part is None:
+        # torch's keeps the lengths that its parts had when it was made.
+        for part, length in zip(parts, np.diff(dataset.cumulative_sizes, prepend=0), strict=False):
+            if part is None or part.length < length:
                 return None
-            indices = np.arange(part.length)
+            indices = np.arange(length)
             which.append(part._numbers_of_caches(indices) + len(caches))
             insides.append(part._inner_indices(indices))
             caches += part.caches

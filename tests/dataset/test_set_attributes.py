@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -832,6 +833,27 @@ def test_the_length_of_a_dataset_that_grows_or_shrinks_is_followed_from_the_next
     dropped = "6 cached samples were dropped, and samples are cached anew."
     assert words[0] == f"the length of Grows changed from 6 to 7, and samples may depend on it, so {dropped}"
     assert all("the length of Grows changed from 7 to 6" in each for each in words[1:])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("change", [lambda rows: rows.append(torch.ones(2)), lambda rows: rows.pop()])
+def test_a_concatenation_keeps_the_lengths_that_its_parts_had(change: Any, workers: int) -> None:
+    def story(first: Any, second: Any, rows: Any) -> list[Any]:
+        loader = hotset.DataLoader(ConcatDataset([first, second]), batch_size=2, num_workers=workers)
+        found = [list(loader)]
+        change(rows)
+        batches = iter(loader)
+        found.append([])
+        with contextlib.suppress(IndexError):  # of an index that the first part does not have any more
+            for batch in batches:
+                found[-1].append(batch)
+        return [*found, list(batches)]
+
+    plain, dataset = Grows(), Grows()
+    expected = story(plain, Grows(), plain.rows)
+    make = functools.partial(hotset.cache, memory="1MiB")
+    with recorded(), make(dataset) as cached, make(Grows()) as other:
+        equal_batches(story(cached, other, dataset.rows), expected)
 
 
 @pytest.mark.parametrize(
