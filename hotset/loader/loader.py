@@ -344,7 +344,7 @@ class DataLoader(TorchDataLoader[T]):
             begun = iter(sampler)
             if run.fresh:
                 draw_base_seed(generator)
-                begun = iter(sampler) if saved.state["workers"] else begun
+                begun = iter(sampler) if saved.began_with_workers else begun
             return begun
 
         try:

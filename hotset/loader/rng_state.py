@@ -164,7 +164,8 @@ class Beginning:
     """The state that a loader's pass begins from: everything that decides the order of its samples.
 
     It consists of the global generators, the loader's own, those that its samplers hold, the epoch that a
-    sampler was set to, and the state of a sampler that has one (``state_dict``, ``load_state_dict``).
+    sampler was set to, and the state of a sampler that has one (``state_dict``, ``load_state_dict``); and
+    whether there are workers, with which torch calls a sampler's ``iter()`` twice.
     Samplers and generators in a sampler's attributes count too. An iterable dataset counts as a sampler, as
     it decides the order.
 
@@ -182,6 +183,7 @@ class Beginning:
         self._generator: torch.Generator | None = loader.generator
         self._samplers = _samplers_of(loader)
         self._held = held
+        self._has_workers = loader.num_workers > 0
 
     def take(self) -> dict[str, Any]:
         """The present state, as plain values."""
@@ -189,6 +191,7 @@ class Beginning:
             "globals": pack(self.globals.states()),
             "generators": [pack(get()) for get, _ in self._generators()],
             "samplers": self.sampler_states(),
+            "workers": self._has_workers,
             "held": pack(_held_of(self._held.states())) if self._held is not None else None,
         }
 

@@ -182,9 +182,14 @@ class SavedState:
             resumed=True,
         )
 
+    @property
+    def began_with_workers(self) -> bool:
+        """Whether the pass was begun with workers; it may have been resumed without since."""
+        return bool(self.state["beginning"]["workers"])
+
     def redraws(self, workers: int) -> bool:
         """Whether a loader with this many new workers begins with other draws than the saved pass did."""
-        return not self.state["fresh"] or bool(workers) != bool(self.state["workers"])
+        return not self.state["fresh"] or bool(workers) != self.began_with_workers
 
     def require_replay(self, loader: Any, cut: BatchCut) -> None:
         """Make sure that torch's own loader can begin the pass again.
@@ -311,6 +316,7 @@ def read_state(
             _count(int(worker)), unpack_states(states)
         for own in state["beginning"]["samplers"]:
             _count(abs(own.get("epoch", 0)))
+        bool(state["beginning"]["workers"])
         saved_windows = [[_count(number) for number in window] for window in state["windows"]]
     except DAMAGE as error:
         raise damaged(error) from error
