@@ -271,6 +271,8 @@ class SampleAccess:
         if store is None:
             return [], {}
         self._readers.add(threading.get_ident())
+        if self._read_ahead:  # what has left the cache since is read once more
+            self._read_ahead.difference_update(ids[store.index.missing(ids)].tolist())
         generation = store.clear_generation()
         records: list[RecordBatch] = []
         uncached: dict[int, Any] = {}

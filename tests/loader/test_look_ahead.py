@@ -102,6 +102,16 @@ def test_while_the_consumer_does_something_else_all_is_cached(context: Any, log:
         assert cached.stats().hits == N
 
 
+def test_what_is_cleared_before_its_first_use_is_read_again_and_no_hit(log: ReadLog) -> None:
+    with hotset.cache(Rows(log), memory="4MiB", key="x") as cached:
+        batches = iter(loader_over(cached))
+        next(batches)
+        assert eventually(lambda: cached.stats().cached == N)
+        cached.clear()
+        list(batches)
+        assert cached.stats().hits == 0
+
+
 @pytest.mark.parametrize("kind", [Rows, Drawing])
 def test_draws_and_random_states_are_torchs(kind: type[Rows], log: ReadLog) -> None:
     def epochs(loader: Any, wait: Any) -> Any:
