@@ -41,6 +41,9 @@ class BatchOrder:
         ahead: how many batches torch would draw before the first ``next()``: 0 without workers.
         fresh: whether workers, if any, are started for this epoch (so a base seed is drawn).
         arrays: whether a batch may be an array instead of the sampler's list.
+
+    Attributes:
+        seeded_by: draws the base seed that was drawn; None if none was.
     """
 
     def __init__(
@@ -50,7 +53,9 @@ class BatchOrder:
         self._arrays = arrays
         self._drawn: deque[Any] = deque()
         self._batches = self._begin(batches)
+        self.seeded_by: torch.Generator | None = None
         if fresh:
+            self.seeded_by = (generator or torch.default_generator).clone_state()
             draw_base_seed(generator)
             if ahead:
                 self._batches = self._begin(batches)

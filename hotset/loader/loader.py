@@ -122,6 +122,7 @@ class DataLoader(TorchDataLoader[T]):
     _known: dict[str, Any] | None = None
     _currents: list[SampleAccess] | None = None
     _workers_begun: bool = False
+    _seeded_by: torch.Generator | None = None  # draws the seed of workers that no pass has needed yet
     _inner: TorchDataLoader[Any] | None = None
     _buffers: BatchBuffers | None = None
     _gathers: tuple[Any, LocalGather | None] | None = None
@@ -539,6 +540,8 @@ class DataLoader(TorchDataLoader[T]):
         order = BatchOrder(batches, ahead=ahead, generator=self.generator, fresh=fresh, arrays=batched)
         if run.batches:
             order.begin()
+        if order.seeded_by is not None:
+            self._seeded_by = order.seeded_by
         return order
 
     def _collate(self, route: Route) -> Callable[[Any], Any]:
@@ -570,13 +573,16 @@ class DataLoader(TorchDataLoader[T]):
         if forks and may_draw(route, self.collate_fn):
             # Forked workers inherit what is found out here about code; else each would, in each epoch.
             self._live_generators()
-        inner = self._inner if self._inner is not None else self._make_inner(route)
+        # Persistent workers that were not needed up to now: torch's would have been seeded in the first pass.
+        late = self._inner is None and not run.fresh and not run.resumed
+        seeded = {"generator": self._seeded_by.clone_state()} if late and self._seeded_by is not None else {}
+        inner = self._inner if self._inner is not None else self._make_inner(route, **seeded)
         if self.persistent_workers:
             self._inner = inner
         assert self._buffers is not None
-        return WorkerBatches(inner, self._buffers, run, batches, route.currents[0].warn)
+        return WorkerBatches(inner, self._buffers, run, batches, route.currents[0].warn, late=late)
 
-    def _make_inner(self, route: Route) -> TorchDataLoader[Any]:
+    def _make_inner(self, route: Route, **changed: Any) -> TorchDataLoader[Any]:
         if self._buffers is None:
             sample = max(each.plan.sample_bytes for each in route.currents)
             count = self.batch_size or (256 if self.batch_sampler is not None else 1)
@@ -591,6 +597,7 @@ class DataLoader(TorchDataLoader[T]):
             sampler=TaskSampler(self._order, self._buffers, prefetch, workers),
             collate_fn=_unchanged,
             multiprocessing_context=context_with(idle, self.multiprocessing_context),
+            **changed,
         )
 
     def _warn_of_pinning(self) -> None:

@@ -30,6 +30,7 @@ class WorkerBatches:
     Args:
         buffers: the blocks that the batches are in.
         warn: called with each warning of a worker, and with what it is about.
+        late: see :meth:`TaskSampler.begin`.
     """
 
     def __init__(
@@ -39,6 +40,8 @@ class WorkerBatches:
         run: EpochProgress,
         batches: Any,
         warn: Callable[[str, str], None],
+        *,
+        late: bool,
     ) -> None:
         self._warn = warn
         self._persistent = inner.persistent_workers
@@ -54,7 +57,7 @@ class WorkerBatches:
             idle = inner.num_workers
         elif run.resumed and inner.in_order and run.workers:
             idle, states = inner.num_workers + run.turn, dict(run.workers)
-        self._tasks.begin(batches, idle, states)
+        self._tasks.begin(batches, idle, states, late=late)
         with making_workers():
             self._messages = iter(inner)
         for _ in range(idle):

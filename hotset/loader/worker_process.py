@@ -163,18 +163,24 @@ class TaskSampler:
         self._out: dict[int, _Given] = {}
         self._idle = 0
         self._states: dict[int, Any] = {}
+        self._late = False
 
-    def begin(self, batches: Any, idle: int, states: dict[int, Any]) -> None:
+    def begin(self, batches: Any, idle: int, states: dict[int, Any], *, late: bool) -> None:
         """Set the next pass.
 
         Args:
+            late: whether torch's loader would have started its workers in an earlier pass: then it would not
+                call ``iter()`` twice in this one, for workers that start.
             idle: how many idle tasks to give before its first batch, so that this goes to the worker whose
                 turn it was when the pass was interrupted.
             states: states to restore workers' generators to, by worker.
         """
-        self._batches, self._idle, self._states = batches, idle, states
+        self._batches, self._idle, self._states, self._late = batches, idle, states, late
 
     def __iter__(self) -> Iterator[Task]:
+        if self._late:
+            self._late = False
+            return iter(())
         whole = whole_epoch(self._batches) if self._workers else None
         return self._tasks(iter(self._batches) if whole is None else whole)
 

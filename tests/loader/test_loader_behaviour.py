@@ -34,6 +34,7 @@ from helpers import (
 )
 from kills import in_child
 from live import WritesWorker, describe_samples, draw_all, keep_first
+from resuming import ORDERS, training
 from samples import (
     big_image_and_label,
     image_and_label,
@@ -527,3 +528,22 @@ def test_ragged_batches_are_made_in_inference_mode() -> None:
         for _ in range(2):
             equal_batches([batch for batch, _ in inferred(loader)], expected)
             equal_batches(list(loader), expected)
+
+
+@pytest.mark.parametrize("order", ["shuffle", "eager batches"])
+def test_persistent_workers_that_a_later_pass_needs_first_draw_as_torchs(order: str) -> None:
+    def passes(loader: Any, change: Any) -> list[Any]:
+        seed_everything()
+        found = []
+        for turn in range(3):
+            if turn == 1:
+                change()
+            found += [training(loader), rng_states()]
+        return found
+
+    source = Samples(image_and_label, N)
+    options = {"num_workers": 2, "persistent_workers": True}
+    expected = passes(DataLoader(source, **options, **ORDERS[order]()), lambda: None)
+    with hotset.cache(source, memory="4MiB") as cached:
+        cached.fill()  # so that the first pass needs no workers
+        equal_batches(passes(hotset.DataLoader(cached, **options, **ORDERS[order]()), cached.clear), expected)
