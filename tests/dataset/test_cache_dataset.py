@@ -246,6 +246,27 @@ def test_a_codec_that_forgets_a_part_caches_nothing_and_is_told_so() -> None:
     )
 
 
+class Reading:
+    """It is taken apart by a function that knows all of them but one."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def _number_of(reading: Reading) -> int:
+    if reading.number == 700:
+        raise KeyError("no such reading")
+    return reading.number
+
+
+def test_a_codec_that_raises_for_a_sample_leaves_that_one_to_the_source() -> None:
+    hotset.register_codec(Reading, _number_of, Reading)
+    with hotset.cache(Samples(Reading, 900), memory="1MiB") as cached:
+        assert [each.number for each in cached.__getitems__([*range(650, 750)])] == [*range(650, 750)]
+        assert [cached[index].number for index in (699, 700, 701)] == [699, 700, 701]
+        assert cached.stats().cached == 99
+
+
 def _with_spacing(index: int, memory: torch.Tensor) -> torch.Tensor:
     memory.spacing = (1, 1, index)  # type: ignore[attr-defined]
     return memory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -172,3 +173,19 @@ def test_a_truncated_file_raises_where_it_is_loaded(bad: int) -> None:
                 else:
                     assert difference(picture, Files()[index]) is None
         assert cached.stats().cached == 11
+
+
+def test_a_picture_whose_file_is_closed_is_no_error(tmp_path: Path) -> None:
+    """Pillow cannot say any more whether a GIF has several frames."""
+    path = tmp_path / "one.gif"
+    drawn().quantize(16).save(path)
+
+    def read(index: int) -> Image.Image:
+        with Image.open(path) as picture:
+            picture.load()
+            return picture
+
+    with pytest.warns(hotset.HotsetWarning, match="nothing of .* can be cached"):
+        cached = hotset.cache(list(range(4)), transform=hotset.deterministic(read), memory="1MiB")
+    with cached:
+        assert [cached[index].tobytes() for index in range(4)] == [read(0).tobytes()] * 4

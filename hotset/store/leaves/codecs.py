@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from hotset._interrupts import own_errors
 from hotset.errors import ArgumentError
 from hotset.store.leaves import pictures
 from hotset.store.leaves.derived import derived_from
@@ -61,6 +62,22 @@ class Codec:
     unflatten: Callable[[Any], Any]
     stacks: int | None = None
     holds: bool = False
+
+    def taken_apart(self, value: Any) -> Any:
+        """The tree of an object.
+
+        Raises:
+            SchemaMismatch: it could not come back as it was, or ``flatten`` raises an error, as a user's
+                function may, and Pillow does for a closed file. Without a cache nobody would call it.
+        """
+        try:
+            return self.flatten(value)
+        except SchemaMismatch:
+            raise
+        except own_errors() as error:
+            raise SchemaMismatch(
+                f"an object of {self.name} that cannot be taken apart ({type(error).__name__}: {error})"
+            ) from error
 
 
 _registered: dict[str, Codec] = {}

@@ -165,7 +165,7 @@ def _fitting_parts(group: Group, value: object, where: str) -> list[Any]:
         if codec is None or codec.name != group.codec:
             raise SchemaMismatch(f"{where or 'the sample'}: {type(value).__name__} instead of {group.codec}")
         try:
-            return [codec.flatten(value)]
+            return [codec.taken_apart(value)]
         except SchemaMismatch as mismatch:
             raise SchemaMismatch(f"{where or 'the sample'}: {mismatch}") from None
     parts = parts_of(value)

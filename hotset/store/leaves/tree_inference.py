@@ -66,7 +66,7 @@ class _Inference:
                 leaf.check(value)  # what a kind cannot hold (an int of 100 bits) shows here
                 return leaf
             codec = codec_of(value)
-            flat = codec.flatten(value) if codec is not None else None
+            flat = codec.taken_apart(value) if codec is not None else None
         except SchemaMismatch as mismatch:
             raise SchemaMismatch(f"{place}: {mismatch}") from None
         if codec is not None:
