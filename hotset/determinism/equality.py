@@ -57,7 +57,7 @@ from hotset.store.leaves.codecs import given_codec
 from hotset.store.leaves.instances import solid_base
 from hotset.store.leaves.sparse_tensors import sparse_parts
 
-__all__ = ["array_bytes", "changed_place", "content_digests", "differs", "integers_of"]
+__all__ = ["array_bytes", "changed_place", "content_digests", "differs", "integers_of", "palette_of"]
 
 Array = npt.NDArray[Any]
 # Compared by their own ==, not by their parts. A path fills its attributes as they are read.
@@ -496,9 +496,15 @@ def _image_difference(a: Any, b: Any) -> str | None:
         return f"image {a.mode} {a.size} and image {b.mode} {b.size}"
     # The pixels before the palette, which PIL reads together with them.
     pixels = _of_picture(a.tobytes), _of_picture(b.tobytes)
-    if _of_picture(a.getpalette) != _of_picture(b.getpalette):
+    if palette_of(a) != palette_of(b):
         return "palette"
     return None if pixels[0] == pixels[1] else "pixels"
+
+
+def palette_of(image: Any) -> tuple[str, Any]:
+    """The mode and the colours of a picture's palette: in RGB alone two of other opacities are equal."""
+    mode = image.palette.mode if image.palette is not None else "RGB"
+    return mode, _of_picture(lambda: image.getpalette(mode))
 
 
 def _of_picture(method: Callable[[], Any]) -> Any:

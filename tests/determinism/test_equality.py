@@ -24,6 +24,7 @@ from helpers import difference, rarely
 from PIL import Image
 
 from hotset.determinism.equality import content_digests, differs
+from hotset.determinism.fingerprint.fingerprint import fingerprint
 
 PURE = [
     make
@@ -184,6 +185,15 @@ def test_a_palette_and_an_images_info_count() -> None:
     right = left.copy()
     right.info["transparency"] = 3
     assert differs(left, right) == "at .info: keys [] and ['transparency']"
+
+
+def test_the_opacity_of_a_palettes_colours_counts() -> None:
+    left, right = Image.new("P", (2, 2)), Image.new("P", (2, 2))
+    left.putpalette([1, 2, 3, 255] * 4, "RGBA")
+    right.putpalette([1, 2, 3, 9] * 4, "RGBA")
+    assert differs(left, left.copy()) is None
+    assert differs(left, right) == "palette"
+    assert fingerprint([left]) == fingerprint([left.copy()]) != fingerprint([right])
 
 
 def test_an_image_file_read_twice_is_the_same_whether_loaded_or_not(tmp_path: Path) -> None:

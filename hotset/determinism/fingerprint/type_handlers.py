@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hotset.determinism.equality import integers_of
+from hotset.determinism.equality import integers_of, palette_of
 from hotset.determinism.fingerprint.arrow_tables import OF_ARROW
 from hotset.determinism.fingerprint.content_hash import digest_of_bytes, file_behind
 from hotset.determinism.fingerprint.data_frames import OF_DATA_FRAMES
@@ -205,7 +205,8 @@ _parts = functools.partial(by_attributes, b"p", state=True)
 
 
 def _parts_of_image(image: Any) -> tuple[Any, ...]:
-    return type(image), image.mode, image.size, image.tobytes(), image.getpalette(), image.info
+    pixels = image.tobytes()  # before the palette, which PIL reads together with them
+    return type(image), image.mode, image.size, pixels, palette_of(image), image.info
 
 
 def _buffer(to: Describer, buffer: Any) -> None:
