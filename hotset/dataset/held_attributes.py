@@ -14,8 +14,8 @@ and tensors their numbers. So are those of its transforms, before the cache gets
 that counts its calls, or loads a network when it is called first, would have another one in the process that
 plans than in all others. MONAI's readers note the file that they read, so what transforms hold is put back
 whoever has written its class. An object is left alone if a container in it cannot be put back and has changed
-meanwhile, as its attributes may describe the container, or if it has a thread of its own that runs (MONAI's
-``SmartCacheDataset``).
+meanwhile, as its attributes may describe the container, if it holds an iterator, as they may be what it has
+given, or if it has a thread of its own that runs (MONAI's ``SmartCacheDataset``).
 
 What their code keeps elsewhere is put back as well: a file that is opened once for each process may be in a
 global, in a class, in a dict of the module, or in what ``functools.lru_cache`` keeps. What the code of a
@@ -48,7 +48,7 @@ from torch.utils.data import Dataset
 from hotset.dataset.wrapped_datasets import datasets_in
 from hotset.determinism.batch_transform import TakesBatches
 from hotset.determinism.objects.code_dependencies import is_users
-from hotset.determinism.objects.held_values import ENTERED, PLAIN_TYPES, Room, same_value
+from hotset.determinism.objects.held_values import ENTERED, PLAIN_TYPES, Room, holds_iterator, same_value
 from hotset.determinism.objects.names import Counts, Names, is_its_own
 from hotset.determinism.objects.near_attributes import near_objects
 from hotset.determinism.objects.object_graph import held_objects, reached_by_code
@@ -194,7 +194,7 @@ class HeldAttributes:
 
 def _is_left_alone(names: Names) -> bool:
     """Whether what an object holds is not put back: it would not go together any more, or be a thread's."""
-    if any(each.is_lost() for each in names.seen.values()):
+    if any(each.is_lost() for each in names.seen.values()) or any(map(holds_iterator, names.held.values())):
         return True
     # Such a thread may have set attributes, and wait for what it has set.
     return any(issubclass(type(each), threading.Thread) and each.is_alive() for each in names.held.values())

@@ -11,6 +11,7 @@ import itertools
 import mmap
 import random
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -242,6 +243,60 @@ def test_the_chain_of_a_dataset_that_nobody_can_copy_stays_whole() -> None:
     numbers.transform = noise
     with pytest.raises(hotset.NotCacheable, match="Numbers returns another sample each time"):
         hotset.cache(numbers, memory="1MiB")
+
+
+class Filled(Dataset[Any]):
+    """Keeps in a list what it has taken from an iterator."""
+
+    def __init__(self, lines: Any) -> None:
+        self.lines, self.taken = lines, list[int]()
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        lines = self.lines[0] if isinstance(self.lines, list) else self.lines
+        while len(self.taken) <= index:
+            self.taken.append(next(lines))
+        return torch.tensor(self.taken[index])
+
+
+@pytest.mark.parametrize("kind", ["torch", "hotset"])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    "lines", [lambda: (i for i in range(N)), lambda: map(int, range(N)), lambda: [iter(range(N))]]
+)
+def test_a_list_that_an_iterator_fills_goes_on_with_it(
+    lines: Callable[[], Any], workers: int, kind: str
+) -> None:
+    with hotset.cache(Filled(lines()), memory="1MiB") as cached:
+        for _ in range(2):
+            batches = list(LOADERS[kind](cached, batch_size=4, num_workers=workers))
+            assert torch.cat(batches).tolist() == list(range(N))
+        assert cached.stats().hits == N
+
+
+class Queue(Dataset[Any]):
+    """Gives what a loader, which has begun, gives next; whatever the index."""
+
+    def __init__(self, numbers: Dataset[Any]) -> None:
+        self.numbers = numbers
+        self.begun = iter(DataLoader(numbers, batch_size=None))
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        try:
+            return next(self.begun)
+        except StopIteration:
+            self.begun = iter(DataLoader(self.numbers, batch_size=None))
+            return next(self.begun)
+
+
+def test_what_was_taken_from_an_iterator_is_said_to_be_missing() -> None:
+    with pytest.raises(hotset.NotCacheable, match="anew, and cache its 'numbers' before you make it"):
+        hotset.cache(Queue(Filled(iter(range(N)))), memory="1MiB")
 
 
 class Stops(Dataset[Any]):

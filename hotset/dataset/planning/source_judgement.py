@@ -19,6 +19,7 @@ from hotset.determinism.draws.probe import Probe, probe
 from hotset.determinism.draws.rng import Generators
 from hotset.determinism.equality import content_digests, differs
 from hotset.determinism.objects.code_dependencies import names_in
+from hotset.determinism.objects.held_values import holds_iterator
 from hotset.determinism.objects.reading_names import reading_code
 from hotset.determinism.objects.safe_access import attributes_of, is_a
 from hotset.errors import NotCacheable
@@ -184,7 +185,14 @@ def _parts_first(dataset: Any) -> str:
         return "Cache its parts: StackDataset(hotset.cache(part), ...). Or move"
     held = attributes_of(dataset) or {}
     read = reading_code(dataset).names  # a dataset may keep one that it only takes its arrays from
-    parts = (name for name, value in held.items() if is_a(value, Dataset) and value is not dataset)
+    parts = [name for name, value in held.items() if is_a(value, Dataset) and value is not dataset]
+    for iterator in (name for name, value in held.items() if holds_iterator(value)):
+        if read is None or iterator in read:  # nobody can put back what was taken from it
+            before = f"cache its {parts[0]!r} before you make it. Or move" if parts else "move"
+            return (
+                f"It holds an iterator ({iterator!r}), from which hotset has taken what training would get: "
+                f"make the dataset anew, and {before}"
+            )
     name = next((name for name in parts if read is None or name in read), None)
     if name is None or kind is Subset:
         return "Move"

@@ -6,6 +6,8 @@ another list of the same numbers is no change), arrays and what processes share 
 
 Looking at all of a large dataset would take longer than reading it. So there is :class:`Room` for so many
 elements and bytes: of what has no room only the identity counts, and the length of a container.
+
+How far an iterator has come can neither be compared nor put back: see :func:`holds_iterator`.
 """
 
 from __future__ import annotations
@@ -30,10 +32,10 @@ from hotset.determinism.objects.mutable_content import (
     put_content,
     whole_content_of,
 )
-from hotset.determinism.objects.safe_access import attributes_of, elements, length
+from hotset.determinism.objects.safe_access import attributes_of, elements, is_opaque, length
 from hotset.store.leaves.instances import solid_base
 
-__all__ = ["ENTERED", "PLAIN_TYPES", "PUT_BACK", "HeldValue", "Room", "same_value"]
+__all__ = ["ENTERED", "PLAIN_TYPES", "PUT_BACK", "HeldValue", "Room", "holds_iterator", "same_value"]
 
 ENTERED = (list, tuple, dict, set, deque)
 """Containers whose elements are looked at."""
@@ -44,6 +46,7 @@ PLAIN_TYPES = frozenset({*_PLAIN, type(None)})
 """Types of values that cannot be changed, and hold nothing."""
 _FILLED = (list, dict, set, deque, OrderedDict, defaultdict)
 _EACH, _NESTED = 100, 6  # see Room
+_ITERATORS = ("builtins", "itertools", "torch.utils.data", "hotset.loader")  # where their classes are
 _DEPTH = 8
 
 
@@ -263,3 +266,22 @@ def _fill(container: Any, before: list[Any]) -> None:
     else:
         fill = base.update if issubclass(base, set) else base.extend
         fill(container, before)
+
+
+def holds_iterator(value: Any) -> bool:
+    """Whether a value is a generator, an iterator of Python's or of a loader, or a small container of some.
+
+    Of other classes with a ``__next__`` many can go back: files, and cursors of databases.
+
+    Example:
+        >>> holds_iterator(iter([3])), holds_iterator([map(str, [3])]), holds_iterator([3])
+        (True, True, False)
+    """
+    if issubclass(type(value), ENTERED):
+        return length(value) <= _EACH and any(_is_iterator(each) for each in elements(value))
+    return _is_iterator(value)
+
+
+def _is_iterator(value: Any) -> bool:
+    kind = type(value)
+    return not is_opaque(value) and hasattr(kind, "__next__") and kind.__module__.startswith(_ITERATORS)
