@@ -507,6 +507,21 @@ def test_one_other_element_among_many_counts_wherever_it_is(make: Any, odd: Any)
     assert of(items()) in digests
 
 
+@pytest.mark.parametrize("layout", ["to_sparse_coo", "to_sparse_csr", "to_sparse_csc"])
+def test_a_sparse_tensor_is_described_by_its_parts_however_large_it_would_be(layout: str) -> None:
+    def ratings(value: float) -> torch.Tensor:
+        places = torch.tensor([[0, 7], [5, 1 << 20]])
+        size = (1 << 20, 1 << 21)  # 8 TiB
+        coo = torch.sparse_coo_tensor(places, torch.tensor([1.0, value]), size, check_invariants=True)
+        return coo.coalesce() if layout == "to_sparse_coo" else getattr(coo, layout)()  # type: ignore[no-any-return]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's, that some layouts are in beta
+        first, same, other = (fingerprint([ratings(value)]) for value in (2.0, 2.0, 3.0))
+    assert first == same != other
+    assert not first.unknowns
+
+
 def test_order_counts_in_lists_and_not_in_mappings_and_sets() -> None:
     for count in (5, 1000):
         names = [f"n{i}" for i in range(count)]

@@ -36,6 +36,7 @@ from hotset.determinism.fingerprint.handles import OF_HANDLES, by_type, with_own
 from hotset.determinism.fingerprint.remote_files import OF_REMOTE_FILES
 from hotset.determinism.objects import code_dependencies as codes
 from hotset.determinism.objects.safe_access import UNSET, content_of_cell
+from hotset.store.leaves.sparse_tensors import sparse_parts
 
 __all__ = ["HANDLERS"]
 
@@ -258,6 +259,8 @@ def _values(to: Describer, tensor: torch.Tensor) -> None:
         to.add(list(tensor.unbind()))
     elif tensor.is_quantized:
         to.add(str(tensor.qscheme()), tensor.dequantize())
+    elif (parts := sparse_parts(tensor)) is not None:
+        to.add(parts)  # dense, a matrix of users and items would not fit into memory
     elif tensor.layout is not torch.strided:
         to.add(tensor.to_dense())
     else:
