@@ -128,6 +128,7 @@ class DataLoader(TorchDataLoader[T]):
     _gathers: tuple[Any, LocalGather | None] | None = None
     _into_blocks: BlockCollate | None = None
     _recorded: RecordedOrder | None = None
+    _begins_by: Callable[[Any], Iterator[Any]] | None = None  # how torch's loader begins a resumed order
     _recorder: TorchDataLoader[Any] | None = None  # over a stream that is read first
     _read_by: tuple[Any, Any] | None = None  # what the last pass over a stream was made of
     _in_stream_order: bool = False  # whether such a pass is repeated, to resume it
@@ -354,9 +355,11 @@ class DataLoader(TorchDataLoader[T]):
                 rewind()
             by_samples = cut_of(self.batch_sampler, self.sampler).batch_size is not None
             anew = begin if saved.redraws(self.num_workers) else None
+            self._begins_by = anew if run.fresh else None
             rest = RemainingBatches(self._order, saved.position, anew, by_samples=by_samples)
             batches = self._begin(run, rest)
         finally:
+            self._begins_by = None
             if saved.under_way and saved.same_rank:  # to the states that load_state_dict or the trainer set
                 beginning.globals.restore()
         if saved.under_way and saved.same_loader and live is not None:
@@ -505,7 +508,7 @@ class DataLoader(TorchDataLoader[T]):
         copy = type(self).__new__(type(self))  # the user's own attributes stay as they are
         copy.__dict__.update(self.__dict__)
         if not isinstance(self.dataset, IterableDataset):
-            self._recorded = RecordedOrder(self._order)
+            self._recorded = RecordedOrder(self._order, self._begins_by)
             copy.__dict__["sampler" if self.batch_sampler is None else "batch_sampler"] = self._recorded
         if self.num_workers:
             copy.__dict__["worker_init_fn"] = WorkerInit(self.worker_init_fn)

@@ -6,6 +6,7 @@ the batches that were consumed are made and dropped.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -22,18 +23,24 @@ class RecordedOrder:
 
     Args:
         order: the loader's batch sampler, or its sampler with ``batch_size=None``.
+        begin: begins it with the draws of the pass that is resumed; None if ``iter()`` does.
 
     Attributes:
         sizes: the sizes of the batches that were drawn and not handed over yet.
     """
 
-    def __init__(self, order: Any) -> None:
+    def __init__(self, order: Any, begin: Callable[[Any], Iterator[Any]] | None) -> None:
         self._order = order
+        self._begin = begin
         self.sizes: deque[int] = deque()
 
     def __iter__(self) -> Iterator[Any]:
         self.sizes.clear()
-        return self._drawn(iter(self._order))
+        if self._begin is None:
+            return self._drawn(iter(self._order))
+        begun = self._begin(self._order)
+        first = list(itertools.islice(begun, 1))  # now, as it may draw, and torch's loader draws as well
+        return self._drawn(itertools.chain(first, begun))
 
     def _drawn(self, indices: Iterator[Any]) -> Iterator[Any]:
         for index in indices:

@@ -217,21 +217,24 @@ def test_a_resumed_loader_is_resumed_again(caches: Caches) -> None:
     same(training(loader), expected)
 
 
+@pytest.mark.parametrize("is_cached", [True, False])
 @pytest.mark.parametrize("workers", [(2, 0, 0), (2, 0, 2), (0, 2, 0), (0, 2, 2)])
 def test_a_pass_that_is_resumed_twice_keeps_the_order_that_it_began_with(
-    workers: tuple[int, ...], caches: Caches
+    workers: tuple[int, ...], is_cached: bool, caches: Caches
 ) -> None:
     """torch calls a sampler's iter() twice with workers, and a batch sampler may draw in it."""
     seed_everything(9)
-    cached, state, seen = caches(), None, list[bytes]()
+    data = caches() if is_cached else Samples(image_and_label, N)
+    state, seen = None, list[bytes]()
     for turn, count in enumerate(workers):
-        loader = hotset.DataLoader(cached, batch_sampler=EagerBatches(N), num_workers=count)
+        loader = hotset.DataLoader(data, batch_sampler=EagerBatches(N), num_workers=count)
         if state is not None:
             seed_everything(10 + turn)
             loader.load_state_dict(state)
         batches = iter(loader)
         for batch in training(batches, 2 if turn < 2 else None):
-            seen += [image.numpy().tobytes() for image in batch[0][0]]
+            images = batch[0][0] if is_cached else batch[0]
+            seen += [image.numpy().tobytes() for image in images]
         state = through_a_checkpoint(loader.state_dict())
         del batches
     assert len(seen) == len(set(seen)) == N
