@@ -1543,6 +1543,23 @@ def test_a_lost_sample_is_that_of_the_worker_that_recorded_it(
             assert values(loader) == values(wanted)
 
 
+@pytest.mark.parametrize("end", ["clear", "close", "set"])
+def test_a_pass_over_a_recorded_stream_goes_on_when_the_cache_goes(end: str) -> None:
+    with hotset.cache(Numbers(N), memory="1MiB") as stream:
+        stream.fill()
+        samples = iter(stream)
+        found = [next(samples)[1] for _ in range(5)]
+        if end == "set":
+            stream.shape = (2,)
+        else:
+            getattr(stream, end)()
+        with pytest.warns(
+            hotset.HotsetWarning, match="a recorded sample of Numbers is no longer in the cache"
+        ):
+            found += [number for _, number in samples]
+        assert found == list(range(N))
+
+
 class OfOneFile(IterableDataset[Any]):
     """Its first worker gives all samples, as of a stream of a single shard."""
 

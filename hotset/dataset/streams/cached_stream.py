@@ -130,8 +130,10 @@ class CachedStream(DatasetProxy[T]):
             yield from followed_passes(self).recording(0)
             self._hotset_passes.ended()
             return
-        for index in range(len(self)):
-            yield self[index]
+        passes = self._hotset_passes
+        ids = passes.ids()  # as the pass begins: it goes on if the cache is cleared or closed meanwhile
+        for place in range(len(ids)):
+            yield passes.samples_of(ids[place : place + 1])[0]
 
     def __bool__(self) -> bool:
         return True  # without this, Python would ask for the length, which a stream may not have

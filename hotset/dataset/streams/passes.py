@@ -305,7 +305,10 @@ class StreamPasses:
 
     def samples(self, indices: Sequence[Any]) -> list[Any]:
         """Samples by their numbers among the recorded ones, also if these are not all."""
-        ids = self.ids()[[operator.index(index) for index in indices]]
+        return self.samples_of(self.ids()[[operator.index(index) for index in indices]])
+
+    def samples_of(self, ids: Ids) -> list[Any]:
+        """Samples by their ids; those that are no longer recorded come from the stream."""
         try:
             return self.access.source.finish_batch(self.access.records(ids))
         except SampleStopped as error:
