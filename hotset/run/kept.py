@@ -324,7 +324,7 @@ def _kind(value: Any) -> str:
 
 # A value as it is kept: None, numbers, strings and usual arrays as they are; a tuple as ("tuple", ...);
 # another array as ("array", axes, strides, is a view, can be written to, it in C order), a tensor as
-# ("tensor", axes, an array).
+# ("tensor", axes, strides, an array).
 
 
 def _stored(value: Any) -> Any:
@@ -346,7 +346,7 @@ def _stored(value: Any) -> Any:
         return stored
     if torch is not None and type(value) is torch.Tensor and _is_plain(value, torch):
         axes = _axes(value.stride(), tuple(value.shape))
-        return ("tensor", axes, _in_order(value.permute(axes).numpy()))
+        return ("tensor", axes, value.stride(), _in_order(value.permute(axes).numpy()))
     raise _unusual(_kind(value))
 
 
@@ -395,7 +395,9 @@ def _restored(kept: Any) -> Any:
         torch = sys.modules["torch"]
         own = torch.empty(array.shape, dtype=getattr(torch, array.dtype.name), device="cpu")
         own.numpy()[...] = array
-        return own if back == sorted(back) else own.permute(back)
+        given = own if back == sorted(back) else own.permute(back)
+        # As below: of a grey picture, the axis of its one channel.
+        return given if given.stride() == kept[2] else given.as_strided(given.shape, kept[2])
     own = numpy.array(array.transpose(back), order="K", copy=True)  # type: ignore[union-attr]
     if kept[3]:
         # An axis of one element may have any stride, and has none if it is a new one.

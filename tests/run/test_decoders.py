@@ -113,8 +113,8 @@ if not functions._has_image_ops():  # torchvision without its extension: the sam
     def decode(data, mode, turn=False):
         picture = Image.open(io.BytesIO(data.numpy().tobytes()))
         picture = (ImageOps.exif_transpose(picture) if turn else picture).convert("L" if mode == 1 else "RGB")
-        array = numpy.array(picture)
-        return torch.from_numpy(array[None].copy() if array.ndim == 2 else array.transpose(2, 0, 1).copy())
+        array = numpy.array(picture)  # the channels last, also of a grey picture, as the extension has them
+        return torch.from_numpy(array.reshape(*array.shape[:2], -1)).permute(2, 0, 1)
     library = torch.library.Library("image", "FRAGMENT")
     library.define("read_file(str path) -> Tensor")
     library.define("decode_image(Tensor data, int mode, bool turn=False) -> Tensor")
