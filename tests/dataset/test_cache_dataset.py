@@ -267,6 +267,27 @@ def test_a_codec_that_raises_for_a_sample_leaves_that_one_to_the_source() -> Non
         assert cached.stats().cached == 99
 
 
+def _reading_of(number: int) -> Reading:
+    if number == 700:
+        raise KeyError("no such reading")
+    return Reading(number)
+
+
+@pytest.mark.parametrize("workers", [None, 0, 2])
+def test_a_codec_that_raises_for_a_hit_leaves_that_one_to_the_source(workers: int | None) -> None:
+    hotset.register_codec(Reading, lambda reading: reading.number, _reading_of)
+    with recorded() as caught, hotset.cache(Samples(Reading, 900), memory="1MiB") as cached:
+        wanted = range(690, 710)
+        loader = hotset.DataLoader(
+            cached, batch_size=10, sampler=wanted, num_workers=workers or 0, collate_fn=list
+        )
+        for _ in range(2):
+            batches = loader if workers is not None else [cached.__getitems__([*wanted])]
+            assert [each.number for batch in batches for each in batch] == [*wanted]
+    if not workers:
+        assert any("cannot be put together again (KeyError: 'no such" in str(each.message) for each in caught)
+
+
 def _with_spacing(index: int, memory: torch.Tensor) -> torch.Tensor:
     memory.spacing = (1, 1, index)  # type: ignore[attr-defined]
     return memory

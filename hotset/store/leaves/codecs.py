@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from hotset._interrupts import own_errors
-from hotset.errors import ArgumentError
+from hotset.errors import ArgumentError, SegmentError
 from hotset.store.leaves import pictures
 from hotset.store.leaves.derived import derived_from
 from hotset.store.leaves.graphs import graphs_of
@@ -77,6 +77,19 @@ class Codec:
         except own_errors() as error:
             raise SchemaMismatch(
                 f"an object of {self.name} that cannot be taken apart ({type(error).__name__}: {error})"
+            ) from error
+
+    def put_together(self, tree: Any) -> Any:
+        """The object again.
+
+        Raises:
+            SegmentError: ``unflatten`` raises an error: such samples are read from the source.
+        """
+        try:
+            return self.unflatten(tree)
+        except own_errors() as error:
+            raise SegmentError(
+                f"an object of {self.name} cannot be put together again ({type(error).__name__}: {error})."
             ) from error
 
 

@@ -90,7 +90,7 @@ MAKERS: dict[str, Callable[[Group, Iterable[tuple[Any, ...]]], Iterable[Any]]] =
     "tuple": lambda group, parts: parts,
     "namedtuple": lambda group, parts: [tuple.__new__(_type(group), values) for values in parts],
     "instance": lambda group, parts: [make_instance(_type(group), group.keys, values) for values in parts],
-    "object": lambda group, parts: [_codec(group).unflatten(value) for (value,) in parts],
+    "object": lambda group, parts: [_codec(group).put_together(value) for (value,) in parts],
 }
 
 
