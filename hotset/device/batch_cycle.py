@@ -98,6 +98,11 @@ class BatchCycle:
             self._pass.count(taken.batch)
         return taken
 
+    def give_way(self) -> None:
+        """See :meth:`hotset.device.queue.QueuePass.give_way`."""
+        if self._pass is not None:
+            self._pass.give_way()
+
     def _fetch(self, wanted: int) -> bool:
         """Have something ready; False if the pass is over."""
         try:

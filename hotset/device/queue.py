@@ -252,6 +252,7 @@ class QueuePass(Generic[T]):
         self._gpu_cache = queue._gpu_cache
         self._stall = _StallWarning(queue)
         self._closed = self._over = self._stuck = False
+        self._gives_way = False
         self._fetched: deque[_Fetched] = deque()
         self.state = queue._state
         self._ahead = queue.depth if transfer.ahead else 0
@@ -278,14 +279,17 @@ class QueuePass(Generic[T]):
         try:
             found = _readers.get(loader)
             reader = found() if found is not None else None
-            if reader is not None and reader.reads and reader._queue() is not self._queue():
+            if reader is not None and reader is not self and reader.reads:
+                if reader._gives_way:
+                    reader.close()
+                    return self._claim(loader)
                 raise ArgumentError(
                     f"this {type(loader).__name__} is being read by another queue or sink, and each would "
                     "get a part of its batches; make a loader for each, or close() the other."
                 )
             _readers[loader] = weakref.ref(self)
         except TypeError:  # a list cannot be referred to weakly, and can be read by many
-            return
+            return None
 
     @property
     def reads(self) -> bool:
@@ -298,11 +302,12 @@ class QueuePass(Generic[T]):
     def __next__(self) -> T:
         if self._closed:
             raise ArgumentError(
-                "this pass was ended, as the queue was closed or iterated over anew; make a queue for each "
-                "loop."
+                "this pass was ended, as the queue was closed or iterated over anew, or was interrupted and "
+                "another one reads its loader; make a queue for each loop, and a loader for each queue."
             )
         if self._over:
             raise StopIteration
+        self._gives_way = False
         # One more is sent ahead of each batch than of the one before: the first step waits for its own alone.
         while not self._stuck and len(self._fetched) <= min(self._ahead, self._given):
             self._fetch_one()
@@ -340,6 +345,16 @@ class QueuePass(Generic[T]):
         except Exception as error:  # StopIteration, or whatever the user's code raises
             self._stuck = True
             self._fetched.append(_Fetched(None, error, state))
+        except BaseException:
+            self.give_way()
+            raise
+
+    def give_way(self) -> None:
+        """Its consumer was interrupted: until it goes on, another pass over the loader ends this one.
+
+        A traceback may be all that holds it, as in a notebook, where nobody can close it any more.
+        """
+        self._gives_way = True
 
     def close(self) -> None:
         self._closed = True

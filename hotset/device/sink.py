@@ -183,6 +183,14 @@ class Sink:
                 after it.
         """
         count = self.size if steps is None else _checked(steps)
+        try:
+            return self._run(count)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._cycle.give_way()
+            raise
+
+    def _run(self, count: int) -> Any:
         begun = time.perf_counter()
         self._current.begin()
         found: list[Any] = []

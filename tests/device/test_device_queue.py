@@ -399,6 +399,43 @@ def test_a_generator_is_ended_where_it_stands_when_nobody_reads_on() -> None:
     del held
 
 
+def test_a_pass_that_was_interrupted_gives_way_until_it_goes_on() -> None:
+    """In a notebook the traceback of Ctrl-C holds the pass, and nobody can close its queue any more."""
+    stops: list[BaseException] = []
+
+    def number(index: int) -> int:
+        if index == 2 and stops:
+            raise stops.pop()
+        return index
+
+    loader = DataLoader(Samples(number, 8), 2)
+    for goes_on in (False, True):
+        queue: Any = DeviceQueue(loader, **on_cpu)
+        interrupted = iter(queue)
+        stops.append(KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt) as held:
+            list(interrupted)
+        if goes_on:
+            next(interrupted)
+            with pytest.raises(ArgumentError, match="is being read by another"):
+                next(iter(DeviceQueue(loader, **on_cpu)))
+            queue.close()
+        queue = DeviceQueue(loader, **on_cpu)
+        assert [batch.tolist() for batch in queue] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        with pytest.raises(ArgumentError, match="this pass was ended"):
+            next(interrupted)
+        del held
+
+
+def test_of_two_passes_whose_queues_nobody_keeps_one_reads() -> None:
+    numbers = (torch.tensor(number) for number in range(6))
+    first, second = (iter(DeviceQueue(numbers, 0, **on_cpu)) for _ in range(2))
+    assert int(next(first)) == 0
+    with pytest.raises(ArgumentError, match="is being read by another"):
+        next(second)
+    assert int(next(first)) == 1
+
+
 class StuckAtFour:
     """Gives numbers, and is inside number four for longer than anybody waits."""
 

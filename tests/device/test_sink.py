@@ -325,6 +325,20 @@ def test_a_loader_that_another_sink_is_reading() -> None:
     second.close()
 
 
+def test_a_sink_that_was_interrupted_in_a_step_gives_way() -> None:
+    """Its traceback holds it."""
+    loader = DataLoader(Samples(image_and_label, 8), batch_size=2)
+
+    def interrupt(x: Any, y: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as held:
+        data_sink(interrupt, loader)()
+    with data_sink(lambda x, y: y.tolist(), loader) as sink:
+        assert sink() == [0, 1]
+    del held
+
+
 def test_after_close_a_new_pass_begins_and_passes_are_counted_true() -> None:
     with data_sink(lambda x: x.item(), [torch.tensor(n) for n in range(3)], 2) as sink:
         assert [sink(), sink.epoch] == [1, 0]
