@@ -4,12 +4,15 @@
 
     {"format": 1,
      "network": its state_dict,      "optimizer": its state_dict,
-     "run": {"epochs": over, "step_in_epoch": of the next, "step": of all},
+     "run": {"epochs": over, "step_in_epoch": of the next, "step": of all,
+             "trained": True, if of the next epoch only the evaluation is left},
      "data": where the sink stands,  "callbacks": [[class, state], ...],
      "random": {"random", "numpy.random", "torch", and the network's accelerator if it is on one}}
 
 Everything is a tensor or a plain value: ``torch.load(path, weights_only=True)`` reads it, and runs no code
-from the file. With several ranks each writes its own: their data and draws differ.
+from the file. Numbers of numpy, such as a learning rate that a program has computed, are written as Python's.
+What would not be read again is not written. With several ranks each writes its own: their data and draws
+differ.
 
 A file appears under its name complete and on the disk, or not at all: it is written under another one,
 flushed, and renamed.
@@ -22,7 +25,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from hotset.determinism.draws.rng import Generators
 from hotset.errors import StateError
@@ -41,6 +46,7 @@ def write(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
     """Write a checkpoint, atomically.
 
     Raises:
+        StateError: it holds something that :func:`read` would refuse.
         OSError, RuntimeError: it cannot be written (torch raises the latter for a full disk).
     """
     target = Path(path)
@@ -48,14 +54,32 @@ def write(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
     unfinished = target.with_name(UNFINISHED.format(target.name))
     try:
         with unfinished.open("wb") as file:
-            torch.save({"format": _FORMAT, **content}, file)
+            torch.save(_plain({"format": _FORMAT, **content}), file)
             file.flush()
             os.fsync(file.fileno())
+        refused = get_unsafe_globals_in_checkpoint(unfinished)
+        if refused:
+            raise StateError(
+                f"{target} must hold tensors and plain values, as nothing else is read again, got "
+                f"{', '.join(sorted(refused))}; have each callback's state_dict(), and the optimizer's, "
+                "give these."
+            )
         unfinished.replace(target)
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
     _flush_folder(target.parent)
+
+
+def _plain(value: Any) -> Any:
+    """A tree with Python's numbers in place of numpy's."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) is dict:
+        return {key: _plain(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    return value
 
 
 def _flush_folder(path: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import rng_states
@@ -98,6 +99,42 @@ def test_a_checkpoint_made_in_a_step_is_of_the_sinks_end(tmp_path: Path) -> None
 
     whole = trained("torch", 3, Look(), **WAYS["sinks that end within a pass"])
     check_resumed(resumed(tmp_path / "5.pt", "torch", **WAYS["sinks that end within a pass"]), whole, 8)
+
+
+class Keeps(Callback):
+    """Its state is what it was given."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def test_numbers_of_numpy_are_read_again(tmp_path: Path) -> None:
+    """A learning rate that a program has computed is often one, and so is a metric."""
+    loader = hotset.DataLoader([(BATCH[0][0], 0)] * 8, batch_size=2)
+    model = model_of()
+    model.optimizer.param_groups[0]["lr"] = np.float64(0.25)
+    kept = Keeps({"best": [np.float32(0.5)], "pair": (np.int64(1), np.bool_(True))})
+    saving = ModelCheckpoint(tmp_path)
+    model.train(1, loader, [kept, saving])
+    other, found = model_of(), Keeps(None)
+    other.train(1, loader, [found], resume=saving.latest)
+    assert other.optimizer.param_groups[0]["lr"] == 0.25
+    assert found.state == {"best": [0.5], "pair": (1, True)}
+    assert model.optimizer.param_groups[0]["lr"].__class__ is np.float64, "the user's own was changed"
+
+
+def test_what_would_not_be_read_again_is_not_written(tmp_path: Path) -> None:
+    loader = hotset.DataLoader([(BATCH[0][0], 0)] * 8, batch_size=2)
+    saving = ModelCheckpoint(tmp_path)
+    with pytest.raises(hotset.StateError, match=r"must hold tensors and plain values.*numpy"):
+        model_of().train(1, loader, [Keeps(np.zeros(3)), saving])
+    assert names(tmp_path) == []
 
 
 def names(folder: Path) -> list[str]:
