@@ -365,12 +365,13 @@ def _train_epochs(
     while run.epochs_done < run.epochs and not run.stopping:
         run.epoch = run.epochs_done + 1
         tell("on_epoch_begin", run)
-        if not _train_epoch(run, sink, tell, sinking):
+        if not (run.trained or _train_epoch(run, sink, tell, sinking)):
             return
+        run.trained = True
         if evaluate is not None:
             run.metrics = evaluate()
         # Before the callbacks: a checkpoint that one of them writes is of an epoch that is over.
-        run.epochs_done = run.epoch
+        run.epochs_done, run.trained = run.epoch, False
         tell("on_epoch_end", run)
         run.epoch_began = run.step
 
@@ -415,7 +416,9 @@ def _position(run: RunState, sink: Sink, tell: CallbackList) -> dict[str, Any]:
     try:
         data = run.data or sink.state_dict()
     except StateError:  # the loader cannot say: the epoch's beginning is the last place that is known
-        return {"run": {**position, "step_in_epoch": 0}, "data": None, "callbacks": tell.states()}
+        if not run.trained:
+            position["step_in_epoch"] = 0
+        return {"run": position, "data": None, "callbacks": tell.states()}
     return {"run": position, "data": data, "callbacks": tell.states()}
 
 

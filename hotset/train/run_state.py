@@ -48,6 +48,7 @@ class RunState:
     stopping: bool = False
     # The rest belongs to the training loop.
     epochs_done: int = field(default=0, repr=False)  # epochs that are over
+    trained: bool = field(default=False, repr=False)  # of the one under way, all but its evaluation is over
     done: int = field(init=False, repr=False)  # steps that are done; callbacks may be told of an earlier one
     before: int = field(init=False, repr=False)  # steps that were done before this sink was made
     data: dict[str, Any] | None = field(default=None, repr=False)  # where in the data to go on
@@ -131,7 +132,9 @@ class RunState:
         """Where it stands, in plain values."""
         begun = self.epochs_done < self.epoch
         step_in_epoch = self.done - self.epoch_began if begun else 0
-        return {"epochs": self.epochs_done, "step_in_epoch": step_in_epoch, "step": self.done}
+        found = {"epochs": self.epochs_done, "step_in_epoch": step_in_epoch, "step": self.done}
+        # Of a loader without a length the counts do not tell it.
+        return {**found, "trained": True} if begun and self.trained else found
 
     def go_to(self, position: dict[str, Any]) -> None:
         """Stand where another run stood.
@@ -145,6 +148,7 @@ class RunState:
         self.epochs_done, step_in_epoch, self.done = counts
         self.epoch, self.step, self.before = self.epochs_done, self.done, self.done
         self.epoch_began = self.done - step_in_epoch
+        self.trained = position.get("trained") is True
 
 
 def rank_of_job() -> tuple[int, int]:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from helpers import rarely, seed_everything
 from kills import child, kill
+from sources import Samples
 from torch import nn
 from torch.utils.data import IterableDataset
 from training import (
@@ -90,6 +91,37 @@ def test_a_resumed_run_over_a_stream_without_a_length(cached: bool, tmp_path: Pa
     whole = run(ModelCheckpoint(tmp_path, save_steps=1, keep=None))
     for step in (1, BATCHES, BATCHES + 1):
         check_resumed(run(resume=tmp_path / f"model-{step}.pt"), whole, step)
+
+
+@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize("way", ["the same call again", "a checkpoint"])
+def test_interrupted_in_an_evaluation_an_epoch_is_not_trained_twice(
+    sized: bool, way: str, tmp_path: Path
+) -> None:
+    class Interrupt(Callback):
+        done = False
+
+        def on_eval_begin(self, run: RunState) -> None:
+            if not self.done:
+                self.done = True
+                run.save_checkpoint(tmp_path / "here.pt")
+                raise KeyboardInterrupt
+
+    def run(*others: Callback) -> Outcome:
+        seed_everything(1)
+        recorder, model = Recorder(), model_of({"loss": Loss()})
+        loader: Any = hotset.DataLoader(Samples(row, N) if sized else Rows(), batch_size=4)
+        resume = None
+        if others:
+            with pytest.raises(KeyboardInterrupt):
+                model.fit(2, loader, [BATCH], [recorder, *others])
+            if way == "a checkpoint":
+                model, resume = model_of({"loss": Loss()}), tmp_path / "here.pt"
+        model.fit(2, loader, [BATCH], [recorder, *others], resume=resume)
+        assert recorder.events.count("on_epoch_end") == 2
+        return outcome(model, recorder)
+
+    assert run(Interrupt()) == run()
 
 
 @pytest.mark.parametrize("kind", ["hotset", "torch"])
@@ -217,6 +249,23 @@ def test_of_a_list_an_interrupted_epoch_begins_again() -> None:
         model.train(3, batches, callback := Halt(5, KeyError))
     model.train(3, batches, callback)
     assert seen == [0, 1, 2, 0, 1, 0, 1, 2, 0, 1, 2]
+
+
+def test_of_a_list_an_epoch_that_lacks_its_evaluation_alone_is_not_trained_again() -> None:
+    class Interrupt(Callback):
+        done = False
+
+        def on_eval_begin(self, run: RunState) -> None:
+            self.done, first = True, not self.done
+            if first:
+                raise KeyboardInterrupt
+
+    model, interrupt, batches = model_of({"loss": Loss()}), Interrupt(), [BATCH] * 3
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(2, batches, [BATCH], interrupt)
+    assert model.steps == 3
+    model.fit(2, batches, [BATCH], interrupt)
+    assert model.steps == 6
 
 
 def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
