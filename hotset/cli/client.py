@@ -10,7 +10,8 @@ from hotset.server.pidfile import Place, ServerError, find, is_claimed, read_tok
 
 __all__ = ["Client", "client", "no_server"]
 
-# Freeing memory takes the kernel a while; all else is answered at once, unless the server is stopped.
+# Freeing memory takes the kernel a while, and each change may free some: the stop that of all sessions, and a
+# new session that of those that have expired. All else is answered at once, unless the server is stopped.
 _SECONDS, _FREEING_SECONDS = 10.0, 60.0
 
 
@@ -28,7 +29,7 @@ class Client:
             ServerError: the server refuses the request (with its own sentence), or does not answer.
         """
         port = self.place.port
-        seconds = _FREEING_SECONDS if method in ("DELETE", "PATCH") else _SECONDS
+        seconds = _SECONDS if method == "GET" else _FREEING_SECONDS
         connection = http.client.HTTPConnection(self.place.host, port, timeout=seconds)
         headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
         try:
