@@ -55,6 +55,7 @@ def cache(number: int, name: str, samples: int, row: int, **changed: Any) -> dic
         "waited_seconds": 0.0,
         "processes": 0,
         "state": "ok",
+        "process": None,
     } | changed
 
 

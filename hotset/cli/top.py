@@ -82,21 +82,20 @@ class _Jobs:
     """The caches of jobs that use no session, as rows; speeds are those since the look before."""
 
     def __init__(self) -> None:
-        self._before: dict[tuple[int, str], tuple[float, int, float]] = {}
+        self._before: dict[int, tuple[float, int, float]] = {}
 
     def rows(self) -> list[_Row]:
         found, now = [], time.monotonic()
-        seen: dict[tuple[int, str], tuple[float, int, float]] = {}
+        seen: dict[int, tuple[float, int, float]] = {}
         for cache in report_jobs():
-            name = (cache.id, cache.name)
             served = cache.hits + cache.peer_hits + cache.misses
             row = _cache_row(asdict(cache))
-            seen[name] = (now, served, cache.waited_seconds)
-            if name in self._before and now > self._before[name][0]:
-                since, served_before, waited_before = self._before[name]
+            seen[cache.id] = (now, served, cache.waited_seconds)
+            if cache.id in self._before and now > self._before[cache.id][0]:
+                since, served_before, waited_before = self._before[cache.id]
                 row.cells["samples/s"] = f"{(served - served_before) / (now - since):,.0f}"
                 row.cells["wait s/s"] = f"{(cache.waited_seconds - waited_before) / (now - since):.3f}"
-            row.cells["state"] = f"process {cache.id}" if cache.state == "ok" else row.cells["state"]
+            row.cells["state"] = f"process {cache.process}" if cache.state == "ok" else row.cells["state"]
             found.append(row)
         self._before = seen
         return found

@@ -55,7 +55,7 @@ class ServerSpill(BaseModel):
 class Status(BaseModel):
     """The server and all sessions of this user; ``memory`` counts the server's own alone.
 
-    ``jobs`` are the caches of this user's running jobs that are in no session; their ``id`` is a process.
+    ``jobs`` are the caches of this user's running jobs that are in no session.
     """
 
     version: str

@@ -76,6 +76,7 @@ class CacheReport:
         in_use: whether any process uses it; an unused cache is dropped for others, unless it is pinned.
         pinned: whether it stays while no process uses it.
         state: ``ok``, ``invalidated`` (an audit found it stale), or a sentence if it cannot be opened.
+        process: that has made it; None in a session.
     """
 
     id: int
@@ -97,6 +98,7 @@ class CacheReport:
     in_use: bool = False
     pinned: bool = False
     state: str = "ok"
+    process: int | None = None
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,8 @@ def report_jobs() -> list[CacheReport]:
         if not entry.alive or entry.at is None:
             continue
         with contextlib.suppress(SegmentError):  # it has ended meanwhile
-            found.append(replace(_counts_of(address_of(entry), entry.pid, entry.name), in_use=True))
+            counts = _counts_of(address_of(entry), id_of(entry.file), entry.name)
+            found.append(replace(counts, in_use=True, process=entry.pid))
     return found
 
 

@@ -293,6 +293,23 @@ def test_a_jobs_speed_is_that_since_the_look_before(runtime: Path) -> None:
         assert row.cells["samples/s"] == "0"
 
 
+def test_of_caches_of_one_name_each_has_a_speed_of_its_own(runtime: Path) -> None:
+    """As those of training and of validation."""
+    from hotset.cli.top import _Jobs
+
+    jobs = _Jobs()
+    with (
+        hotset.cache(TensorDataset(torch.arange(40)), memory="1MiB") as train,
+        hotset.cache(TensorDataset(torch.arange(30)), memory="1MiB") as valid,
+    ):
+        list(hotset.DataLoader(train, batch_size=8)), list(hotset.DataLoader(valid, batch_size=8))
+        for _ in range(2):
+            rows = jobs.rows()
+        assert [row.cells["of"] for row in rows] == ["40", "30"]
+        assert [row.cells["samples/s"] for row in rows] == ["0", "0"]
+        assert {row.cells["state"] for row in rows} == {f"process {os.getpid()}"}
+
+
 def test_what_a_job_has_on_disk_is_counted(runtime: Path, tmp_path: Path) -> None:
     rows = TensorDataset(torch.zeros(512, 1024))
     with hotset.cache(rows, memory="1MiB", spill=str(tmp_path)) as cached:

@@ -403,8 +403,8 @@ def test_the_status_has_the_caches_of_jobs_that_are_in_no_session(runtime: Path)
         with hotset.cache(Samples(torch.tensor, 10), session="one"):
             (job,) = service.status()["jobs"]
             (of_session,) = service.status()["sessions"][0]["caches"]
-    assert (job["id"], job["samples"], job["hit_rate"]) == (os.getpid(), 20, 0.5)
-    assert of_session["samples"] == 10
+    assert (job["process"], job["samples"], job["hit_rate"]) == (os.getpid(), 20, 0.5)
+    assert (of_session["process"], of_session["samples"]) == (None, 10)
     assert service.status()["jobs"] == []
 
 
