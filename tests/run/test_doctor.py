@@ -1105,6 +1105,27 @@ def test_the_trials_loader_knows_later_batches_if_the_programs_would(
     assert (tmp_path / "noted").read_text() == ("known\n" if known else "unknown\n")
 
 
+class Endless:
+    """Samples that are made as they are asked for, as many as there are numbers."""
+
+    def __len__(self) -> int:
+        return 1 << 40
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index)])
+
+
+def test_of_a_dataset_of_any_length_the_order_of_a_trial_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that draws some of them for each epoch has no list of all."""
+    monkeypatch.setattr("hotset.run.doctor.measured._RATE_SECONDS", 0.01)
+    rows: Any = Endless()
+    plain = DataLoader(rows, batch_size=4, sampler=RandomSampler(rows, replacement=True, num_samples=64))
+    settings = LoaderSettings(rows, 0, 4, plain.collate_fn, None, len(plain), plain.batch_sampler)
+    found = json.loads(in_fork(settings, None))
+    assert "plain-0" not in found["failed"]
+    assert found["loaders"]["plain-0"]["rate"] > 0.0
+
+
 class Logged(TensorDataset):
     def __getitem__(self, index: int) -> Any:
         logging.getLogger("rows").warning("process %d reads", os.getpid())
@@ -1239,6 +1260,35 @@ def test_the_clocks_rest_where_batches_come_fast_and_all_of_them_are_counted(
     assert 4 <= len(loop["steps"]) < 200
     assert loop["sums"]["batches"] == 2 * 299  # the first of a pass is left out
     assert 0.0 < loop["sums"]["clocked_step"] < loop["sums"]["step"]
+
+
+class Buckets:
+    """A batch sampler of a program's own."""
+
+    def __init__(self, size: Any) -> None:
+        self.batch_size = size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (list(range(first, first + 4)) for first in range(0, 40, 4))
+
+
+@pytest.mark.parametrize(
+    ("size", "told"), [(np.int64(4), 4), (torch.tensor(4), 4), ([4, 8], None), (lambda: 4, None)]
+)
+def test_a_batch_sampler_has_whatever_it_likes_as_its_batch_size(
+    tmp_path: Path, observer: Watch, size: Any, told: int | None
+) -> None:
+    """What cannot be written ended the watching, and so the program."""
+    sampler: Any = Buckets(size)
+    iterator = iter(torch.utils.data.DataLoader(torch.arange(40), batch_sampler=sampler))
+    for _ in range(10):
+        take(observer, iterator)
+    end(observer, iterator)
+    observer.stop()
+    assert read(str(tmp_path)) is not None
+    (written,) = tmp_path.glob("watch-*.json")
+    (loop,) = json.loads(written.read_text())["loops"]
+    assert loop["facts"]["batch_size"] == told
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ pass's end, while its workers end.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import os
 import statistics
 import sys
@@ -513,10 +514,18 @@ def facts_of(iterator: Any) -> dict[str, Any]:
     return {
         "dataset": type(dataset).__name__,
         "length": length,
-        "batch_size": getattr(iterator._index_sampler, "batch_size", None),
+        "batch_size": _batch_size(iterator._index_sampler),
         "workers": int(iterator._num_workers),
         "world": os.environ.get("LOCAL_WORLD_SIZE"),
     }
+
+
+def _batch_size(sampler: Any) -> int | None:
+    """A batch sampler of the user's own may have something else of that name, or a number of numpy's."""
+    try:
+        return operator.index(sampler.batch_size)
+    except Exception:
+        return None
 
 
 def _length(iterator: Any) -> int | None:

@@ -40,6 +40,8 @@ __all__ = [
 WORKER_SECONDS = 20  # a worker that gives no batch for as long waits for a thread or a lock that it lacks
 LEAST_BATCHES, _MOST_BATCHES = 4, 2_000
 FILL_SECONDS, MOST_TRIED = 3.0, 20_000  # of a cache, and samples
+# Indices that are drawn as a list, which takes 0.7 GB: where there are more, a program need not do so.
+_MOST_LISTED = 1 << 24
 _RATE_SECONDS, _LONGEST_SECONDS = 1.5, 5.0
 _READY_BATCHES, _LONGEST_REST_SECONDS = 7, 0.3
 # Watched for less, a program gets a trial that is shorter in proportion; than a tenth it would tell nothing.
@@ -82,7 +84,7 @@ def _order(settings: LoaderSettings, count: int, length: int) -> Sampler[int]:
 
     With a sampler of torch's own, hotset.DataLoader knows later batches, and makes the next one meanwhile.
     """
-    order = RandomSampler(range(count), num_samples=length)
+    order = RandomSampler(range(count), replacement=count > _MOST_LISTED, num_samples=length)
     return order if whole_epoch(settings.order) is not None else _Unknown(order)
 
 
