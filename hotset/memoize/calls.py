@@ -477,7 +477,10 @@ class Calls:
         if store is None:
             return None
         flags = (EVICTABLE if self._options["evict"] else 0) | (VIEWED if self._view else 0)
-        number = store.keys.enter(self.name, self._description.begin(), flags)
+        try:
+            number = store.keys.enter(self.name, self._description.begin(), flags)
+        except BlockingIOError:
+            return None  # a later call tries again
         counters = store.keys.counters(number) if number >= 0 else None
         if counters is None:
             self._is_off = True

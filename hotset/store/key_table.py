@@ -247,12 +247,17 @@ class KeyTable:
         return Function(number, name.decode("utf-8", "replace"), digest, flags)
 
     def enter(self, name: str, digest: bytes, flags: int) -> int:
-        """The number of a function, entered now if it is new; -1 if there are too many, or without the lock.
+        """The number of a function, entered now if it is new; -1 if there are too many.
 
         The flags are added to those that it has. See :class:`Function`.
+
+        Raises:
+            BlockingIOError: another process holds the lock, and does not go on; it may later.
         """
         with self._participant.short_lock() as held:
             if not held:
+                if self._participant.slot >= 0:
+                    raise BlockingIOError("the short lock is taken")
                 return -1
             number = self._live[Live.FUNCTIONS]
             for known in self.functions():

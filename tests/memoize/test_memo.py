@@ -47,6 +47,7 @@ from torch.utils.data import DataLoader, Dataset
 import hotset
 from hotset.determinism.fingerprint.fingerprint import fingerprint
 from hotset.memoize.memo_store import MemoStore
+from hotset.store.claims import Participant
 from hotset.units import parse_bytes
 
 
@@ -155,6 +156,19 @@ def test_arguments_that_differ_are_told_apart_and_equal_ones_are_one(one: Any, o
         assert kept(other) == 2
         assert kept(other) == 2
         assert len(calls) == 2
+
+
+def test_a_function_that_cannot_be_entered_just_now_is_entered_by_a_later_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a process is stopped while it holds the lock."""
+    with memo(abs, key="other") as other, memo(abs, key="abs") as kept:
+        assert other(-1) == 1
+        with monkeypatch.context() as stopped:
+            stopped.setattr(Participant, "short_lock", lambda self: contextlib.nullcontext(False))
+            assert kept(-1) == 1
+        assert [kept(-1), kept(-1)] == [1, 1]
+        assert kept.stats().hits == 1
 
 
 CELLS = [
