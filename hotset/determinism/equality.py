@@ -252,7 +252,7 @@ def _own_difference(a: Any, b: Any, mind: _Comparison) -> str | None:
     if is_a(a, _ORDERED):
         return _length_difference(a, b)
     if is_a(a, (set, frozenset)):
-        return None if {(type(x), x) for x in a} == {(type(x), x) for x in b} else _two(a, b)
+        return None if set(map(_key, a)) == set(map(_key, b)) else _two(a, b)
     if is_a(a, (float, complex)):
         return None if _bits(a) == _bits(b) else _two(a, b)
     if type(a) in _PLAIN:  # as which pickle keeps it
@@ -380,7 +380,9 @@ def _keys_difference(a: list[Any], b: list[Any]) -> str | None:
 
 
 def _key(key: Any) -> tuple[type, Any]:
-    """What tells a dict's key from others; of two equal NaNs each is unequal to the other."""
+    """What tells a dict's key or a set's member from others; of two NaNs each is unequal to the other."""
+    if type(key) is tuple:
+        return tuple, tuple(map(_key, key))
     return type(key), _bits(key) if type(key) in (float, complex) else key
 
 
@@ -529,13 +531,17 @@ def _content(node: Any) -> Any:
         dense = node.layout is torch.strided and not (node.is_meta or node.is_quantized or node.is_nested)
         return _tensor_bytes(node) if dense and node.numel() else None
     if _is_image(node):
-        return _of_picture(node.tobytes)
+        return b"%b%a" % (_of_picture(node.tobytes), palette_of(node))
     if is_a(node, np.ndarray) and not node.dtype.hasobject:
         # An array of objects would give pointers; its items are its children.
         plain = node.dtype.kind in "fc" and node.size
         return array_bytes(np.asarray(node)).tobytes() if plain else node.tobytes()
     if is_a(node, (bool, int, float, complex, str, bytes, bytearray)):
         return repr(node).encode("utf-8", "surrogatepass")
+    if is_a(node, (set, frozenset)):  # its members have no places, at which each could be looked at
+        return repr(sorted(map(repr, node))).encode("utf-8", "surrogatepass")
+    if is_a(node, array.array):
+        return node.tobytes()
     if is_a(node, (dict, *_ORDERED)):
         return str(len(node)).encode()
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import copy
 import dataclasses
 import datetime
@@ -185,6 +186,14 @@ def test_a_palette_and_an_images_info_count() -> None:
     right = left.copy()
     right.info["transparency"] = 3
     assert differs(left, right) == "at .info: keys [] and ['transparency']"
+
+
+def test_members_of_a_set_count_with_their_types_and_bits() -> None:
+    nan = float("nan")
+    assert differs({(1, 2)}, {(True, 2)}) is not None
+    assert differs({(1,): 0}, {(1.0,): 0}) is not None
+    assert differs({0.0, nan}, {-0.0, nan}) is not None
+    assert differs({nan, (nan, 1)}, {float("nan"), (float("nan"), 1)}) is None
 
 
 def test_the_opacity_of_a_palettes_colours_counts() -> None:
@@ -373,6 +382,9 @@ def test_values_that_cannot_be_compared_count_as_different() -> None:
         (Image.new("L", (2, 2)), lambda sample: sample.putpixel((0, 0), 9)),
         (Record(bytearray(b"ab"), 1), lambda sample: sample.image.append(0)),
         (torch.zeros(3, dtype=torch.bfloat16)[::2], lambda sample: sample.fill_(2)),
+        ({"seen": {1, "a"}}, lambda sample: sample["seen"].add(2)),
+        ([array.array("i", [1, 2])], lambda sample: sample[0].append(3)),
+        (Image.new("P", (2, 2)), lambda sample: sample.putpalette([1] * 768)),
     ],
     ids=[
         "tensor",
@@ -386,6 +398,9 @@ def test_values_that_cannot_be_compared_count_as_different() -> None:
         "image",
         "bytearray",
         "view",
+        "set",
+        "array of Python's",
+        "palette",
     ],
 )
 def test_a_change_in_place_shows_in_the_digests(sample: Any, change: Any) -> None:
