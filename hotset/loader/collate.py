@@ -12,7 +12,8 @@ schema. Elsewhere, and where none of those happened to differ, it is if it varie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -173,8 +174,9 @@ def _collate(samples: Sequence[Any], path: Path, column: Callable[[list[torch.Te
     """Collate like ``default_collate``, but for columns of arrays, which ``column`` makes."""
     first = samples[0]
     kind = type(first)
-    if kind is dict:
-        return {key: _collate([s[key] for s in samples], (*path, key), column) for key in first}
+    if isinstance(first, Mapping):
+        made = {key: _collate([s[key] for s in samples], (*path, key), column) for key in first}
+        return made if kind is dict else _like(first, made)
     if isinstance(first, (list, tuple)):
         if any(len(sample) != len(first) for sample in samples):
             raise RuntimeError("each element in list of batch should be of equal size")
@@ -182,9 +184,27 @@ def _collate(samples: Sequence[Any], path: Path, column: Callable[[list[torch.Te
             _collate(values, (*path, place), column)
             for place, values in enumerate(zip(*samples, strict=True))
         ]
-        return kind(*parts) if hasattr(first, "_fields") else parts
+        if hasattr(first, "_fields"):
+            return kind(*parts)
+        return parts if kind is list or isinstance(first, tuple) else _like(first, parts)
     if isinstance(first, np.ndarray) and first.dtype.kind in "biufc":
         samples = [torch.as_tensor(sample, device="cpu") for sample in samples]
     if all(isinstance(sample, torch.Tensor) for sample in samples) and samples[0].ndim:
         return column(list(samples), path)
     return default_collate(samples)  # type: ignore[arg-type]
+
+
+def _like(first: Any, made: Any) -> Any:
+    """A mapping or list of the samples' own class, with what else the first one holds, as torch makes it."""
+    try:
+        if not isinstance(first, (MutableMapping, list)):
+            return type(first)(made)
+        batch: Any = copy.copy(first)
+        if isinstance(first, list):
+            for place, part in enumerate(made):
+                batch[place] = part
+        else:
+            batch.update(made)
+        return batch
+    except TypeError:  # its class can do neither
+        return made

@@ -7,6 +7,8 @@ as in ``default_collate``. Whether a sample came from the source or the cache mu
 from __future__ import annotations
 
 import pickle
+import warnings
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -120,6 +122,42 @@ def test_tuples_are_collated_as_by_default_collate() -> None:
                 tensors = [ragged_pair(i)[0] for i in ids]
                 equal_batches(row, [tensors, torch.tensor(ids)])
                 equal_batches(filled, [padded(tensors, 9), torch.tensor(ids)])
+
+
+class Fields(dict[str, Any]):
+    pass
+
+
+class Parts(list[Any]):
+    pass
+
+
+@pytest.mark.parametrize("kind", [OrderedDict, Fields, UserDict, Parts])
+def test_containers_of_other_classes_are_collated_as_by_default_collate(kind: Any) -> None:
+    def of(values: torch.Tensor, index: int) -> Any:
+        return kind([values, index]) if kind is Parts else kind(values=values, index=index)
+
+    def sample(index: int) -> Any:
+        return of(torch.full((index % 3 + 1,), float(index)), index)
+
+    values = 0 if kind is Parts else "values"
+    samples = Samples(sample, 5 * BATCH)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", hotset.HotsetWarning)  # not all of these classes can be cached
+        with hotset.cache(samples, memory="1MiB") as cached:
+            for collate in (hotset.collate.pad(9), hotset.collate.ragged):
+                expected = list(DataLoader(samples, BATCH, collate_fn=collate))
+                for ids, batch in zip(batches_of(5 * BATCH), expected, strict=True):
+                    stacked = default_collate([of(torch.ones(1), index) for index in ids])
+                    assert type(batch) is type(stacked) is kind
+                    tensors = [sample(index)[values] for index in ids]
+                    joined = padded(tensors, 9) if collate is not hotset.collate.ragged else tensors
+                    equal_batches(listed(batch[values]), joined)
+                for _ in range(2):
+                    found = list(hotset.DataLoader(cached, BATCH, collate_fn=collate))
+                    assert [type(batch) for batch in found] == [kind] * len(expected)
+                    for batch, wanted in zip(found, expected, strict=True):
+                        equal_batches(listed(batch[values]), listed(wanted[values]))
 
 
 def test_arrays_of_varying_length_come_with_the_right_values() -> None:
