@@ -673,6 +673,31 @@ def test_a_module_belongs_to_the_distribution_that_lists_it(
     assert codes.installed("drawing") == "drawing paint_shop 1.2"
 
 
+def test_a_library_may_be_installed_into_any_folder_beside_what_the_user_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``pip install --target`` into the program's own folder."""
+    (tmp_path / "drawing_kit" / "parts").mkdir(parents=True)
+    for file in (
+        "drawing_kit/__init__.py",
+        "drawing_kit/parts/pens.py",
+        "drawing_kit/mine.py",
+        "program_x.py",
+    ):
+        (tmp_path / file).touch()
+    about = tmp_path / "drawing_kit-2.3.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: drawing_kit\nVersion: 2.3\n")
+    rows = '"drawing_kit/__init__.py",sha256=x,0\ndrawing_kit/parts/pens.py,,\n'
+    (about / "RECORD").write_text(rows)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    pens, mine, program = map(
+        importlib.import_module, ("drawing_kit.parts.pens", "drawing_kit.mine", "program_x")
+    )
+    assert codes.installed(pens.__name__) == "drawing_kit 2.3"
+    assert codes.installed(mine.__name__) is codes.installed(program.__name__) is None
+
+
 def test_the_main_module_of_a_spawned_process_is_the_main_module() -> None:
     class Thing:
         pass

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import csv
 import dis
 import functools
 import importlib.metadata
@@ -227,9 +228,30 @@ def installed(module: str) -> str | None:
     origin = _origin(module)
     if origin is None:
         return f"python {platform.python_version()}" if root in sys.stdlib_module_names else None
-    if {"site-packages", "dist-packages"} & set(origin.parts):
+    if {"site-packages", "dist-packages"} & set(origin.parts) or _is_recorded(origin):
         return f"{root} {_version(root)}"
     return f"python {platform.python_version()}" if _LIBRARY in origin.parents else None
+
+
+def _is_recorded(file: Path) -> bool:
+    """Whether a file was installed into another folder of ``sys.path``, as ``pip install --target`` does."""
+    folders = _folders(tuple(sys.path)).intersection(file.parents)
+    return any(file.relative_to(folder).as_posix() in _recorded(str(folder)) for folder in folders)
+
+
+@lru_cache(maxsize=8)
+def _folders(path: tuple[str, ...]) -> frozenset[Path]:
+    return frozenset(Path(folder).resolve() for folder in path)
+
+
+@lru_cache(maxsize=64)
+def _recorded(folder: str) -> frozenset[str]:
+    """The files that distributions have installed into a folder, relative to it."""
+    found: set[str] = set()
+    for distribution in importlib.metadata.distributions(path=[folder]):
+        rows = csv.reader((distribution.read_text("RECORD") or "").splitlines())
+        found.update(row[0] for row in rows if row)
+    return frozenset(found)
 
 
 def source_of(module: str) -> bytes:
