@@ -553,15 +553,20 @@ def _digests(node: Any, where: str, entered: dict[int, Any]) -> Iterator[tuple[s
         return
     parts: Iterable[tuple[str, Any]] = ()
     is_long = type(node) in (list, tuple, dict) and len(node) >= _MANY
-    if is_long and _PLAIN.issuperset(map(type, _items(node))):
-        content: Any = repr(node).encode("utf-8", "surrogatepass")
-    else:
+    content = _shown(_whole, node) if is_long else None
+    if content is None:
         content, parts = _shown(_content, node), _shown(lambda node: list(_children(node)), node) or ()
     if content is not None:
         yield where, hashlib.blake2b(content, digest_size=16).digest()
     for label, child in parts:
         entered[id(node)] = node
         yield from _digests(child, where + label, entered)
+
+
+def _whole(node: Any) -> bytes | None:
+    """What a list or dict holds, as bytes; None if these are not all numbers and texts."""
+    is_plain = _PLAIN.issuperset(map(type, _items(node)))
+    return repr(node).encode("utf-8", "surrogatepass") if is_plain else None
 
 
 def _shown(look: Callable[[Any], Any], node: Any) -> Any:

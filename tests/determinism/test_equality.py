@@ -24,7 +24,7 @@ import torch
 from helpers import difference, rarely
 from PIL import Image
 
-from hotset.determinism.equality import content_digests, differs
+from hotset.determinism.equality import changed_place, content_digests, differs
 from hotset.determinism.fingerprint.fingerprint import fingerprint
 
 PURE = [
@@ -264,6 +264,23 @@ def test_a_class_that_is_made_anew_is_named_so() -> None:
         return namedtuple("Local", "x y")(1, 2)
 
     assert "made anew each time" in str(differs(point(), point()))
+
+
+def test_what_has_no_text_or_hash_has_digests_of_its_other_parts() -> None:
+    class Meta(type):
+        __hash__ = None  # type: ignore[assignment]
+
+        def __eq__(cls, other: object) -> bool:
+            return cls is other
+
+    class Odd(metaclass=Meta):
+        pass
+
+    for held in (10**5000, Odd()):
+        sample = {"long": [held] * 2_000, "x": np.zeros(2)}
+        before = content_digests(sample)
+        sample["x"] += 1
+        assert changed_place(before, content_digests(sample)) == "['x']"
 
 
 def test_what_is_nested_too_deeply_is_not_taken_for_equal() -> None:
