@@ -211,22 +211,24 @@ class JaxSink(Generic[C]):
             self._send(bank)
 
     def _send(self, bank: _Bank | None) -> None:
-        """Send a bank to the device, in parts of lengths for which the step is compiled."""
-        if bank is None:
+        """Send what a bank holds to the device, in parts of lengths for which the step is compiled.
+
+        What was sent of it before an error is not sent again: no step runs twice on a batch.
+        """
+        if bank is None or bank.sent == bank.count:
             return
-        start = 0
-        for count in self._split(bank):
-            rows = [array[start : start + count] for array in bank.arrays]
+        for count in self._split(bank.layout, bank.count - bank.sent):
+            rows = [array[bank.sent : bank.sent + count] for array in bank.arrays]
             batches = self._jax.tree.unflatten(bank.layout[0], self._jax.device_put(rows))
             self._ready.append(_Part(count, batches))
-            start += count
+            bank.sent += count
 
-    def _split(self, bank: _Bank) -> list[int]:
-        known = self._lengths.setdefault(bank.layout, {self.sink_size})
-        if bank.count in known or len(known) <= _EXACT:
-            known.add(bank.count)
-            return [bank.count]
-        return [1 << bit for bit in reversed(range(bank.count.bit_length())) if bank.count >> bit & 1]
+    def _split(self, layout: Any, count: int) -> list[int]:
+        known = self._lengths.setdefault(layout, {self.sink_size})
+        if count in known or len(known) <= _EXACT:
+            known.add(count)
+            return [count]
+        return [1 << bit for bit in reversed(range(count.bit_length())) if count >> bit & 1]
 
     def _arrays(self, batch: Any) -> tuple[list[npt.NDArray[Any]], Any]:
         """A batch's leaves, over its own memory, and its tree."""
@@ -273,7 +275,7 @@ class _Bank:
     def __init__(self, layout: Any, arrays: list[npt.NDArray[Any]]) -> None:
         self.layout = layout
         self.arrays = arrays
-        self.count = 0
+        self.count = self.sent = 0
 
     def add(self, leaves: list[npt.NDArray[Any]]) -> None:
         for array, leaf in zip(self.arrays, leaves, strict=True):

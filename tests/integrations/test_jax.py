@@ -424,6 +424,28 @@ def test_an_interrupt_while_batches_are_drawn_costs_none() -> None:
 
 
 @alone
+def test_no_step_runs_twice_on_a_batch_if_there_is_no_room_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batches = [torch.full((2 if number < 6 else 3,), number) for number in range(16)]
+    sink = JaxSink(first, 0, batches, sink_size=4, outputs="all")
+    room, failed = sink._room, []
+
+    def no_room_once(count: int, like: Any) -> Any:
+        if len(like) == 3 and not failed:
+            failed.append(MemoryError("no room"))
+            raise failed[0]
+        return room(count, like)
+
+    monkeypatch.setattr(sink, "_room", no_room_once)
+    seen = sink()[1].tolist()
+    assert failure(sink).kind is MemoryError
+    seen += [number for _ in range(2) for number in sink()[1].tolist()]
+    assert seen[:6] == list(range(6))
+    assert len(set(seen)) == len(seen) == 12
+
+
+@alone
 def test_outputs_of_different_shapes_cannot_be_stacked_and_the_steps_count() -> None:
     sink = JaxSink(lambda n, batch: (n + 1, batch), 0, Ids(), sink_size=LENGTH, outputs="all")
     found = failure(sink)
