@@ -8,8 +8,9 @@ over all ranks of a job, as torchmetrics' do: so all ranks stop early, or none.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -179,7 +180,11 @@ def _samples(label: Any, batch: tuple[Any, ...]) -> int:
 
 
 def _plain(value: Any) -> Any:
-    return cast(Any, value.item()) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    if isinstance(value, torch.Tensor):
+        value = value if value.numel() != 1 else value.item()
+    elif isinstance(value, (np.ndarray, np.generic)):
+        value = value if value.size != 1 else value.item()
+    return value
 
 
 def _sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

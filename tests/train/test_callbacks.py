@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import seed_everything
@@ -157,6 +158,8 @@ class Given:
         ([3, math.nan, math.nan, math.nan, 1], {}, 4),
         ([math.nan, 2, 1, 3, 3, 3], {}, 6),
         ([torch.tensor(3.0), torch.tensor(4.0)], {"patience": 1}, 2),
+        ([np.float32(3.0), np.float32(2.0), np.array([4.0])], {"patience": 1}, 3),
+        ([np.int64(3), np.int64(4)], {"patience": 1}, 2),
     ],
 )
 def test_early_stopping(values: list[Any], options: dict[str, Any], epochs: int) -> None:
