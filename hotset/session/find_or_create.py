@@ -333,15 +333,23 @@ class _SessionCaches(Generic[F]):
 
     def _join(self, folder: int) -> Shared[F] | None:
         # Where there are several, they are of other transforms, but for one.
-        place = path_of(folder)
+        place, refused = path_of(folder), None
         for file in sorted(file for file in os.listdir(folder) if self._is_for(file, "cache")):
             use = _use(self._session, file)
             # The use first: what is attached and not used could expire. A process that was making room with
             # it, and died over that, has left it invalidated.
             if use.join() and not is_retired(f"{place}/{file}"):
-                with contextlib.suppress(SegmentError, FileNotFoundError):
+                try:
                     return Shared(self._attach(f"{place}/{file}"), use, joined=True)
+                except FileNotFoundError:
+                    pass
+                except SegmentError as error:
+                    refused = error if _may_pass(error) else refused
             use.close()
+        if refused is not None:  # another one of its key would take the session's room twice
+            raise SessionError(
+                f"the cache {self._name!r} of session {self._session.name!r} cannot be opened now: {refused}"
+            ) from refused
         return None
 
     def create(self) -> Shared[F]:

@@ -287,7 +287,9 @@ def attach_store(where: Address | str) -> Store:
     """
     try:
         return Store.attach(where)
-    except SegmentError:
+    except SegmentError as error:
+        if error.__cause__ is not None:  # it could not be opened or read, and is not known to be a ring
+            raise
         return Ring.attach(where)
 
 

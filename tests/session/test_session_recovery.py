@@ -26,6 +26,7 @@ from hotset.session import server_quota as servers
 from hotset.session import spill_dirs as spills
 from hotset.session.named_lock import NamedLocks
 from hotset.session.quota import Quota
+from hotset.session.reports import report
 from hotset.session.session_definition import Session, open_quota
 from hotset.store.format import HEADER_BYTES, LIVE_AT, Live
 
@@ -282,6 +283,35 @@ def test_what_was_kept_and_cannot_be_opened_now_stays(
     with hotset.cache(Samples(kilobyte, N), session="a") as cached:
         assert cached.stats().cached == N
         read_all(cached, kilobyte)
+
+
+def test_a_cache_that_cannot_be_opened_now_is_not_made_a_second_time(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = sessions.create("a", memory=1 << 20)
+    with hotset.cache(Samples(kilobyte, N), session="a") as cached:
+        read_all(cached, kilobyte)
+    plain, refused = os.open, 0
+
+    def refusing(path: Any, *rest: Any, **more: Any) -> int:
+        nonlocal refused
+        if str(path).endswith(".cache") and not refused:
+            refused += 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return plain(path, *rest, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refusing)
+        with pytest.warns(
+            HotsetWarning, match="for this job alone.*cannot be opened now.*Too many open files"
+        ):
+            alone = hotset.cache(Samples(kilobyte, N), session="a")
+        with alone:
+            read_all(alone, kilobyte)
+    assert refused
+    assert [cache.cached for cache in report(session).caches] == [N]
+    with hotset.cache(Samples(kilobyte, N), session="a") as cached:
+        assert cached.stats().cached == N
 
 
 def test_what_was_kept_and_cannot_be_used_is_removed(
