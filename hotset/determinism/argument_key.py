@@ -196,9 +196,9 @@ def _bounds(to: _Description, value: Any, depth: int) -> None:
 
 
 def _array(to: _Description, array: np.ndarray[Any, Any], depth: int) -> None:
-    if array.nbytes > _LARGEST_ARRAY or array.dtype.hasobject:
-        raise NoIdentity(f"an array of {array.nbytes:,} bytes (up to {_LARGEST_ARRAY:,} have one)")
     is_text = array.dtype.kind in "UST"  # they may be paths; of the last kind the array holds references
+    if array.nbytes > _LARGEST_ARRAY or (array.dtype.hasobject and not is_text):
+        raise NoIdentity(f"an array of {array.nbytes:,} bytes (up to {_LARGEST_ARRAY:,} have one)")
     to.put(b"ad", _dtype(array.dtype))
     to.put(b"an" + f"{array.shape}{array.strides}".encode(), b"" if is_text else array.tobytes())
     if is_text:
