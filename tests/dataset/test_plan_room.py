@@ -106,6 +106,18 @@ def test_files_that_are_smaller_than_the_cached_samples_are_named(tmp_path: Path
         assert "the files have" not in str(cached.plan)
 
 
+def test_files_without_a_size_say_nothing(tmp_path: Path) -> None:
+    """As files of /proc, and of some network file systems."""
+
+    (tmp_path / "file").touch()
+    dataset = Numbers(1)
+    dataset.paths = [str(tmp_path / "file")] * N  # type: ignore[attr-defined]
+    with hotset.cache(dataset, memory=ALL // 4) as cached:
+        text = str(cached.plan)
+    assert "what would help" in text
+    assert "the files have" not in text
+
+
 def test_an_earlier_cut_with_smaller_samples_is_named() -> None:
     def widen(row: torch.Tensor) -> torch.Tensor:
         return row.double().repeat(2)

@@ -33,7 +33,8 @@ def remedies(plan: Plan, session: Session | None, free: int, files: float | None
         plan: the plan, without these sentences.
         session: the session of the cache; None for a cache of this job.
         free: the bytes of memory that the machine has left.
-        files: mean bytes of a sample's files; None if that is not known.
+        files: mean bytes of a sample's files; None if that is not known. 0 says nothing: files of /proc, and
+            of some network file systems, tell no size.
     """
     missing = plan.total_bytes - plan.room
     if not plan.sample_bytes or missing <= 0 or plan.spill is not None or plan.window is not None:
@@ -70,7 +71,7 @@ def _smaller(plan: Plan, files: float | None) -> list[str]:
             f"after {name} a sample takes {format_bytes(least)}, and {cut} at the cut: with cut={number} "
             f"{_share(plan, least)} of them fit, and the transforms that follow run for each use"
         )
-    if files is not None and files < _SMALLER * min(least, plan.sample_bytes):
+    if files and files < _SMALLER * min(least, plan.sample_bytes):
         sentences.append(
             f"the files have {format_bytes(files)} a sample, and what is cached of one has {cut}: if the "
             "dataset returned the files' bytes, and the first step of transform= decoded them, with cut=0 "
