@@ -890,6 +890,15 @@ def test_a_window_as_large_as_the_data_caches_all(resident: Any, make: Make) -> 
     _has_all(make(window=hotset.Window(resident)))
 
 
+def test_the_memory_of_a_window_as_large_as_the_data_is_the_windows(make: Make) -> None:
+    source = Samples(big_image_and_label, 100)
+    with recorded() as told:
+        cached = make(source, hotset.Window("64MiB"), memory="200KiB")
+        _ = [cached[index] for index in range(100)]
+    assert cached.stats().cached == 100
+    assert told == []
+
+
 def _has_all(cached: Any) -> None:
     assert len(cached) == D
     loader = loader_over(cached)
