@@ -403,6 +403,26 @@ def test_a_bad_sample_of_the_datasets_own_chain_does_not_stop_planning() -> None
         assert "bad" in failure(lambda: cached[0]).text
 
 
+class Texts(Dataset[str]):
+    """The first is empty; all take a while to read."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> str:
+        time.sleep(0.003)
+        return "word " * (index % 3)
+
+
+def test_a_first_sample_without_a_size_does_not_stop_planning() -> None:
+    def padded(text: str) -> torch.Tensor:
+        return torch.tensor(list(text.encode().ljust(4096, b"\0")))
+
+    with hotset.cache(Texts(), transform=[padded], memory="1MiB") as cached:
+        assert "a sample takes 0 B there" in str(cached.plan)
+        assert bytes(cached[2].tolist()).rstrip(b"\0") == b"word word "
+
+
 def test_an_impossible_cut_is_an_error_and_not_moved() -> None:
     for source, chain, cut in (
         (Squares(N, image_to_float), None, 0),

@@ -25,7 +25,7 @@ from hotset.determinism.draws.rng import Generators
 from hotset.determinism.trial import output_and_seconds
 from hotset.determinism.verdict import name_of
 from hotset.errors import ArgumentError, NotCacheable
-from hotset.policy.cut_point import cheapest_cut
+from hotset.policy.cut_point import cheapest_cut, share_that_fits
 from hotset.units import format_bytes
 
 __all__ = ["CutChoice", "choose"]
@@ -198,7 +198,7 @@ class _CutSearch:
         best = cheapest_cut(self._judge.reads.seconds, seconds, sizes, samples, limit, least)
         note = ""
         if best < len(seconds):
-            fit, later = (min(1.0, limit / (samples * sizes[cut])) for cut in (best, -1))
+            fit, later = (share_that_fits(samples, sizes[cut], limit) for cut in (best, -1))
             note = (
                 f"cut before {name_of(steps[best])}, although it may be cached: a sample takes "
                 f"{format_bytes(sizes[best])} there and {format_bytes(sizes[-1])} at the end, so {fit:.0%} "
