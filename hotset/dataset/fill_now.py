@@ -10,6 +10,7 @@ It ends as soon as the cache is full, as what is read after that could not be st
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,7 +69,9 @@ def fill_now(access: SampleAccess, progress: bool, num_workers: int) -> None:
     ids = np.arange(len(store))
     missing = ids[store.index.missing(ids)]
     parts = _Parts(access, missing)
-    with filling_bar(access.plan.name, len(ids), progress) as show:
+    # What the dataset opens as it reads, forked workers of a later loader would share.
+    kept_closed = contextlib.nullcontext() if num_workers else access.in_place_of_workers()
+    with kept_closed, filling_bar(access.plan.name, len(ids), progress) as show:
         show(len(ids) - len(missing), store.stored_bytes)
         here = map(parts.__getitem__, range(len(parts)))
         for number, done in enumerate(loader_of_items(parts, num_workers) if num_workers else here, 1):

@@ -17,6 +17,7 @@ from kills import in_child
 from programs import Programs
 from samples import image_and_label
 from sources import Armed, Counting, ReadLog, Samples
+from torch.utils.data import Dataset
 
 import hotset
 
@@ -69,6 +70,45 @@ def test_ctrl_c_keeps_what_was_read_and_the_next_call_reads_the_rest(log: ReadLo
         cached.fill()
         assert cached.stats().cached == N
         assert N - first <= log.total() <= N - first + 2
+
+
+class OpenFile:
+    def __init__(self, path: Path) -> None:
+        self.number = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        os.close(self.number)
+
+
+class InOneFile(Dataset[torch.Tensor]):
+    """Opens its file as it reads first, so that each worker has its own place in it."""
+
+    file: Any = None
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.write_bytes(torch.arange(N).repeat_interleave(512).numpy().tobytes())
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.file is None:
+            self.file = OpenFile(self.path)
+        os.lseek(self.file.number, 4096 * index, os.SEEK_SET)
+        return torch.frombuffer(bytearray(os.read(self.file.number, 4096)), dtype=torch.int64)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_forked_workers_do_not_share_a_file_that_filling_has_opened(workers: int, tmp_path: Path) -> None:
+    dataset = InOneFile(tmp_path / "numbers")
+    with hotset.cache(dataset, memory=N * 1024) as cached, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cached.fill(num_workers=workers)
+        assert dataset.file is None
+        assert 0 < cached.stats().cached < N
+        got = torch.cat(list(hotset.DataLoader(cached, 8, num_workers=2)))
+        assert torch.equal(got, torch.arange(N)[:, None].expand(N, 512))
 
 
 class Raising(Armed):
