@@ -589,6 +589,7 @@ class DataLoader(TorchDataLoader[T]):
         if self._buffers is None:
             sample = max(each.plan.sample_bytes for each in route.currents)
             count = self.batch_size or (256 if self.batch_sampler is not None else 1)
+            count = min(count, route.length)  # some pass 10**9, for one batch of all samples
             self._buffers = BatchBuffers(max(_GROWTH * sample * count, _SMALLEST_BLOCK))
         idle, batched = IdleWork(), self.batch_sampler is not None
         workers = self.num_workers if self.in_order else 0

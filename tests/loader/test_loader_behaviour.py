@@ -27,6 +27,7 @@ from helpers import (
     failure,
     in_threads,
     interrupted_everywhere,
+    leaves,
     rarely,
     recorded,
     rng_states,
@@ -547,3 +548,11 @@ def test_persistent_workers_that_a_later_pass_needs_first_draw_as_torchs(order: 
     with hotset.cache(source, memory="4MiB") as cached:
         cached.fill()  # so that the first pass needs no workers
         equal_batches(passes(hotset.DataLoader(cached, **options, **ORDERS[order]()), cached.clear), expected)
+
+
+def test_all_samples_in_one_batch_come_in_a_block_whatever_size_is_passed() -> None:
+    """torch's own way of sending a batch gives tensors in torch's shared memory."""
+    with hotset.cache(Samples(big_image_and_label, N), transform=[draw_all], memory="4MiB") as cached:
+        for size in (N, 10**9):
+            for batch in hotset.DataLoader(cached, batch_size=size, num_workers=1):
+                assert not any(part.is_shared() for part in leaves(batch)), size
