@@ -156,14 +156,16 @@ class DataLoader(TorchDataLoader[T]):
     def __iter__(self) -> Any:
         if self.timeout and not self.num_workers:  # torch's own error, raised at the same moment
             raise AssertionError(f"timeout must be 0 without workers, got {self.timeout}; set num_workers.")
-        saved, self._saved = self._saved, None
+        saved = self._saved
         self._follow_stream(saved)
         route = route_to(self.dataset)
         followed = route.followed if route is not None else []
         running = self._inner is not None or self._iterator is not None
         with pass_begins(followed, running=running, persistent=self.persistent_workers):
             self._follow_caches(route.currents if route is not None else [], running=running)
-            return self._next_or_saved(saved)
+            begun = self._next_or_saved(saved)
+        self._saved = None  # not before: if the pass cannot begin, the next iter() resumes
+        return begun
 
     def _next_or_saved(self, saved: SavedState | None) -> Any:
         """Begin the next pass, or go on with a saved one, unless a window has moved on since."""

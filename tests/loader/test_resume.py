@@ -26,6 +26,7 @@ from samples import image_and_label
 from sources import Samples
 from torch.utils.data import (
     ConcatDataset,
+    SequentialSampler,
     Subset,
 )
 
@@ -115,6 +116,33 @@ def test_a_pass_over_subset_and_concatenation_resumes(caches: Caches) -> None:
         return hotset.DataLoader(both, batch_size=3, shuffle=True)
 
     check(make, 2, [None])
+
+
+class FailsOnce(SequentialSampler):
+    """Its pass cannot begin the first time that it is to."""
+
+    fails = False
+
+    def __iter__(self) -> Iterator[int]:
+        if self.fails:
+            self.fails = False
+            raise KeyboardInterrupt
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_pass_that_cannot_begin_is_resumed_by_the_next_iter(workers: int, caches: Caches) -> None:
+    cached = caches(live=False)
+    order = FailsOnce(cached)
+    loader = hotset.DataLoader(cached, batch_size=4, sampler=order, num_workers=workers)
+    batches = iter(loader)
+    training(batches, 2)
+    loader.load_state_dict(state := loader.state_dict())
+    order.fails = True
+    with pytest.raises(KeyboardInterrupt):
+        list(loader)
+    assert loader.state_dict() == state
+    same(training(loader), training(batches))
 
 
 # ---- with workers ------------------------------------------------------------------------------------
