@@ -164,7 +164,10 @@ class DataLoader(TorchDataLoader[T]):
         with pass_begins(followed, running=running, persistent=self.persistent_workers):
             self._follow_caches(route.currents if route is not None else [], running=running)
             begun = self._next_or_saved(saved)
-        self._saved = None  # not before: if the pass cannot begin, the next iter() resumes
+        # Not before: if the pass cannot begin, the next iter() begins the same.
+        self._saved = None
+        if isinstance(self.sampler, StreamSampler):
+            self.sampler.pass_began()
         return begun
 
     def _next_or_saved(self, saved: SavedState | None) -> Any:
@@ -294,6 +297,8 @@ class DataLoader(TorchDataLoader[T]):
             self._local_generators = LocalGenerators(self, live)
         in_process = self._local_generators.states(only_samplers=run is not None and run.gathered)
         if run is None or run.over:
+            if isinstance(self.sampler, StreamSampler):
+                self.sampler.settle()
             run = self._next_pass(Beginning(self, live))
             run.describe(self._header(), under_way=False)
         return run.state(in_process)
@@ -446,7 +451,7 @@ class DataLoader(TorchDataLoader[T]):
         self._in_stream_order = saved is not None and saved.under_way and _is_of_stream(saved.state)
         sampler = self.sampler
         if isinstance(sampler, StreamSampler) and (saved is None or not saved.under_way):
-            sampler.begin_pass()
+            sampler.settle()
         route = self._route()
         warn_of_order(stream, sampler, self.batch_size, is_read=route is not None)
         # Persistent workers have it as it was recorded, or was not, when they began.

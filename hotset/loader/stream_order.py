@@ -51,9 +51,13 @@ class StreamSampler(Sampler[int]):
         self.epoch = epoch
         self._is_set = True
 
-    def begin_pass(self) -> None:
-        """Count the epoch up, unless it was set; called by the loader."""
+    def settle(self) -> None:
+        """Decide the epoch of the next pass, as it begins, or as a state is taken that names it."""
         self.epoch += 0 if self._is_set else 1
+        self._is_set = True
+
+    def pass_began(self) -> None:
+        """Have the next pass count the epoch up, unless it is set; called by the loader."""
         self._is_set = False
 
     @property

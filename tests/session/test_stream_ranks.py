@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -30,6 +31,23 @@ def trains(state: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
     return {"epochs": epochs, "said": said, "length": len(stream), "misses": stream.stats().misses}
 
 
+def resumes(state: dict[str, Any], rank: int, consumed: int | None) -> dict[str, Any]:
+    """A rank's later epochs, and those of a loader that has resumed in the second."""
+    state["stream"] = stream = hotset.cache(Numbers(N, rank=rank, ranks=2), memory="10MiB", key="numbers")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loader = hotset.DataLoader(stream, batch_size=4, shuffle=True)
+        values(loader)
+        batches = iter(loader)
+        values(itertools.islice(batches, consumed))
+        saved = loader.state_dict()
+        expected = [values(batches), values(loader), values(loader)]
+        other = hotset.DataLoader(stream, batch_size=4, shuffle=True)
+        other.load_state_dict(saved)
+        rest = [] if consumed is None else values(other)
+        return {"expected": expected, "resumed": [rest, values(other), values(other)]}
+
+
 @contextlib.contextmanager
 def session() -> Iterator[None]:
     """A session named ``numbers``."""
@@ -53,6 +71,20 @@ def test_two_ranks_of_three_workers_give_each_sample_once_an_epoch() -> None:
     assert one["length"] == other["length"] == N
     assert one["misses"] == N
     assert all("second on" in sentence for sentence in one["said"] + other["said"])
+
+
+@pytest.mark.usefixtures("runtime", "patient")
+@pytest.mark.parametrize("consumed", [3, None])
+def test_the_epochs_after_a_resumed_one_have_their_own_orders(consumed: int | None) -> None:
+    """Also those after a state between two epochs."""
+    ranks = [Rank(number, RANK=str(number), LOCAL_WORLD_SIZE="2", WORLD_SIZE="2") for number in range(2)]
+    for number, rank in enumerate(ranks):
+        rank.begin(resumes, number, consumed)
+    answers = [rank.answer() for rank in ranks]
+    for rank in ranks:
+        rank.end()
+    for answer in answers:
+        assert answer["resumed"] == answer["expected"]
 
 
 @pytest.mark.usefixtures("runtime")
