@@ -40,7 +40,7 @@ from hotset.device.gpu_cache import GpuCache, ResidentBatches, parse_resident
 from hotset.device.prefetch_thread import PrefetchThread
 from hotset.device.stall_monitor import StallMonitor
 from hotset.device.transfer import Transfer, resolve_device, transfer_to
-from hotset.device.trees import others, tensors_of
+from hotset.device.trees import HostSizes, others, tensors_of
 from hotset.errors import ArgumentError, StateError
 
 __all__ = ["DeviceQueue", "QueuePass", "QueueStats"]
@@ -216,7 +216,7 @@ class _Tally:
         if self._said:
             return
         self._said = True
-        left = others(batch)
+        left = [(place, value) for place, value in others(batch) if not isinstance(value, HostSizes)]
         if left:
             place, value = left[0]
             warn(

@@ -1,7 +1,8 @@
 """Batches as trees: their tensors apart from the rest, so that these can be copied and compared.
 
 A batch is a tensor, or tensors in dicts, lists, tuples, namedtuples and dataclasses, to any depth; whatever
-else is in it (strings, numbers, objects) is a leaf that stays as it is.
+else is in it (strings, numbers, objects) is a leaf that stays as it is. So do the sizes in a packed sequence,
+a tensor that torch wants on the host.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 __all__ = [
+    "HostSizes",
     "Signature",
     "call",
     "difference",
@@ -43,10 +46,17 @@ class Signature(NamedTuple):
     dtype: torch.dtype
 
 
+class HostSizes:
+    """The sizes in a packed sequence, as a leaf that is not a tensor."""
+
+
 def _parts(node: Any) -> list[tuple[str, Any]] | None:
     """The parts of a container, each with what leads to it; None for a leaf."""
     if isinstance(node, Mapping):
         return [(f"[{key!r}]", value) for key, value in node.items()]
+    if isinstance(node, PackedSequence):
+        parts = zip(node._fields, node, strict=True)
+        return [(f".{name}", HostSizes() if name == "batch_sizes" else part) for name, part in parts]
     if isinstance(node, (list, tuple)):
         return [(f"[{number}]", value) for number, value in enumerate(node)]
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
@@ -121,6 +131,9 @@ def map_tensors(change: Callable[[torch.Tensor], Any], batch: Any) -> Any:
     if isinstance(batch, torch.Tensor):
         return change(batch)
     kind: Any = type(batch)
+    if isinstance(batch, PackedSequence):
+        data, sizes, *indices = batch
+        return kind._make([change(data), sizes, *(map_tensors(change, each) for each in indices)])
     if isinstance(batch, tuple):
         return getattr(kind, "_make", kind)(map_tensors(change, part) for part in batch)
     if isinstance(batch, Mapping):

@@ -36,6 +36,7 @@ from kills import child, ended
 from live import draw_all
 from samples import Loose, Pair, Record, image_and_label, mapping, named, nested
 from sources import PlainError, Raising, Samples, Streamed
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, default_collate
 
 import hotset
@@ -635,7 +636,8 @@ def test_strings_are_said_once_to_stay_on_the_host() -> None:
         assert [batch["x"].device.type for batch in got] == ["meta"] * 3
         assert [batch["names"] for batch in got] == [["a", "b"]] * 3
         list(queue)  # a second pass says nothing, as warnings are errors here
-    for device, batch in (("cpu", batches[0]), ("meta", torch.ones(1))):
+    packed = pack_sequence([torch.ones(2)])  # torch wants its sizes there
+    for device, batch in (("cpu", batches[0]), ("meta", torch.ones(1)), ("meta", packed)):
         with DeviceQueue([batch], device=device) as other:
             list(other)
 

@@ -13,6 +13,7 @@ from helpers import difference, equal_batches
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import FrozenRecord, Loose, Opaque, Pair, Record, SlottedRecord
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import default_collate
 
 from hotset.device.trees import call, map_tensors, others, signature_of, tensors_of
@@ -282,3 +283,17 @@ def test_a_step_takes_a_sequences_elements_and_anything_else_whole() -> None:
     assert call(step, {"a": 1}) == ({"a": 1},)
     record = Record(1, 2)
     assert call(step, record) == (record,)
+
+
+def test_the_sizes_in_a_packed_sequence_stay_on_the_host() -> None:
+    """As ``PackedSequence.to`` leaves them: recurrent networks want them there."""
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    moved = map_tensors(lambda tensor: tensor.to("meta"), {"x": packed})["x"]
+    assert type(moved) is PackedSequence
+    assert moved.data.device.type == "meta"
+    assert moved.batch_sizes is packed.batch_sizes
+    shuffled = pack_sequence([torch.ones(2), torch.ones(3)], enforce_sorted=False)
+    assert [place for place, _ in others([shuffled])] == ["[0].batch_sizes"]
+    assert len(tensors_of(shuffled)) == 3
+    cloned = map_tensors(torch.clone, shuffled)
+    assert all(map(torch.equal, cloned, shuffled))
