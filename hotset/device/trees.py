@@ -56,7 +56,8 @@ def _parts(node: Any) -> list[tuple[str, Any]] | None:
         return [(f"[{key!r}]", value) for key, value in node.items()]
     if isinstance(node, PackedSequence):
         parts = zip(node._fields, node, strict=True)
-        return [(f".{name}", HostSizes() if name == "batch_sizes" else part) for name, part in parts]
+        given = ((name, HostSizes() if name == "batch_sizes" else part) for name, part in parts)
+        return [(f".{name}", part) for name, part in given if part is not None]
     if isinstance(node, (list, tuple)):
         return [(f"[{number}]", value) for number, value in enumerate(node)]
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
