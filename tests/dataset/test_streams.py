@@ -617,6 +617,20 @@ class TestRecorded:
             with pytest.raises(hotset.StateError, match=r"call fill\(\)"):
                 hotset.DataLoader(stream, batch_size=4, shuffle=True).load_state_dict(state)
 
+    @pytest.mark.parametrize("end", ["clear", "close"])
+    def test_a_pass_of_torchs_loader_goes_on_when_it_is_cleared_or_closed(self, end: str) -> None:
+        stream = hotset.cache(Numbers(N), memory="10MiB")
+        stream.fill()
+        batches = iter(DataLoader(stream, batch_size=4))
+        first = next(batches)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", hotset.HotsetWarning)  # that the stream is run again
+            getattr(stream, end)()
+            assert values([first, *batches]) == list(range(N))
+        with pytest.raises(TypeError, match="no index"):
+            stream[3]
+        stream.close()
+
     def test_it_pickles(self) -> None:
         with hotset.cache(Numbers(N), memory="10MiB") as stream:
             copy = pickle.loads(pickle.dumps(stream))

@@ -156,8 +156,7 @@ class CachedStream(DatasetProxy[T]):
 
     def __getitems__(self, indices: Sequence[Any]) -> list[T]:
         """The samples of a batch, as torch's DataLoader calls it."""
-        self._hotset_passes.require_index("index")
-        return self._hotset_passes.samples(indices)
+        return self._hotset_passes.indexed(indices)
 
     # ---- the rest ------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ from hotset.dataset.streams.libraries import may_reorder
 from hotset.dataset.streams.probe import StreamFacts
 from hotset.dataset.streams.recording import StreamRecording, StreamRest
 from hotset.dataset.streams.source import StreamSource
+from hotset.dataset.torch_fetcher import calling_fetcher
 from hotset.determinism.declare import declared
 from hotset.determinism.equality import differs
 from hotset.determinism.objects.held_values import Room
@@ -77,6 +79,7 @@ class StreamPasses:
         self.epoch = 0
         self.warn = Warner()
         self._known: tuple[Any, Ids] | None = None
+        self._of_pass: tuple[weakref.ref[object], Ids] | None = None  # the fetcher of torch's loader, and ids
         self._is_believed = declared(stream) == "deterministic" or arguments.key is not None
         self._comparing = Comparing(self.name)
         self.look()
@@ -305,7 +308,24 @@ class StreamPasses:
 
     def samples(self, indices: Sequence[Any]) -> list[Any]:
         """Samples by their numbers among the recorded ones, also if these are not all."""
-        return self.samples_of(self.ids()[[operator.index(index) for index in indices]])
+        return self.samples_of(_at(self.ids(), indices))
+
+    def indexed(self, indices: Sequence[Any]) -> list[Any]:
+        """Samples by index. A pass of torch's loader goes on if the cache is cleared or closed meanwhile.
+
+        Raises:
+            TypeError: see :meth:`require_index`.
+        """
+        fetcher = calling_fetcher()
+        began = fetcher is not None and self._of_pass is not None and self._of_pass[0]() is fetcher
+        if began and self.state != "whole":
+            assert self._of_pass is not None
+            return self.samples_of(_at(self._of_pass[1], indices))
+        self.require_index("index")
+        ids = self.ids()
+        if fetcher is not None:
+            self._of_pass = weakref.ref(fetcher), ids
+        return self.samples_of(_at(ids, indices))
 
     def samples_of(self, ids: Ids) -> list[Any]:
         """Samples by their ids; those that are no longer recorded come from the stream."""
@@ -342,7 +362,7 @@ class StreamPasses:
             self.access.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_known": None, "_held": None}
+        return {**self.__dict__, "_known": None, "_of_pass": None, "_held": None}
 
 
 _REASONS = {
@@ -354,6 +374,10 @@ _REASONS = {
     ),
     OTHER_KIND: "one is of a type that cannot be cached",
 }
+
+
+def _at(ids: Ids, indices: Sequence[Any]) -> Ids:
+    return ids[[operator.index(index) for index in indices]]
 
 
 def _rank_of(parts: StreamParts | None) -> tuple[int, int]:
