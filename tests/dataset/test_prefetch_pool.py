@@ -364,6 +364,24 @@ def test_a_killed_helper_is_started_again_with_one_warning(tmp_path: Path, log: 
         assert store.holds()
 
 
+def test_a_killed_helper_that_the_program_has_reaped_is_started_again(tmp_path: Path) -> None:
+    stalling = Stalling(image_and_label, 40, 5, tmp_path / "armed")
+    stalling.arm()
+    with opened(image_and_label, 40) as store, filling(store, stalling.__getitem__) as pool:
+        pool.request(ids(range(20)))
+        pid = stalling.stalled_pid()
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)  # as one that waits for any of its children does
+        assert settled(pool), "the dead have nothing to do"
+        with pytest.warns(HotsetWarning, match="exit code unknown"):
+            pool.request(ids(range(20)))
+        assert settled(pool)
+        assert store.holds(ids(range(20)))
+    # multiprocessing takes it for alive for ever; other tests look at what it lists.
+    children = multiprocessing.process._children  # type: ignore[attr-defined]
+    children -= {one for one in children if one.pid == pid}
+
+
 def test_another_helper_takes_over_from_a_dead_one(tmp_path: Path) -> None:
     stalling = Stalling(image_and_label, 40, 5, tmp_path / "armed")
     stalling.arm()

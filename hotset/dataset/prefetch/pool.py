@@ -138,7 +138,7 @@ class PrefetchPool:
         """Whether no worker has anything left to do, a dead one included."""
         queue = self._queue
         return queue is None or all(
-            queue.done[number] == queue.number or not worker.is_alive()
+            queue.done[number] == queue.number or _has_ended(worker)
             for number, worker in self._workers.items()
         )
 
@@ -176,15 +176,16 @@ class PrefetchPool:
 
     def _reap_dead(self) -> None:
         for number, worker in list(self._workers.items()):
-            if worker.is_alive():
+            if not _has_ended(worker):
                 continue
             assert self._queue is not None
             code, begun = worker.exitcode, self._queue.done[number] != NOT_BEGUN
             _reap(self._workers.pop(number))
-            if code > 0 and not begun:
+            if (code is None or code > 0) and not begun:
                 self._give_up("A prefetch worker failed before it began; its output on stderr says why.")
                 return
-            how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+            how = "exit code unknown" if code is None else f"exit code {code}"
+            how = f"killed by signal {-code}" if code is not None and code < 0 else how
             self._warn(
                 f"A prefetch worker, which fills the cache in the background, died ({how}); it is started "
                 "again. If the kernel killed it because memory ran out, lower `memory=`."
@@ -230,6 +231,17 @@ def _forget_inherited() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_inherited)
+
+
+def _has_ended(worker: Any) -> bool:
+    """Whether a worker has ended; multiprocessing does not hear of one that the program has reaped."""
+    if not worker.is_alive():
+        return True
+    try:
+        os.kill(worker.pid, 0)
+    except OSError:
+        return True
+    return False
 
 
 def _reap(worker: Any) -> None:
