@@ -271,10 +271,13 @@ class Calls:
         kept = False
         try:
             sample, claimed = store.claim_new(
-                key, state.number, lambda sample: computing.setdefault(sample, thread) == thread
+                key,
+                state.number,
+                lambda sample: sample not in outer and computing.setdefault(sample, thread) == thread,
             )
             if sample < 0:
                 self._tell_full(state)
+            if sample < 0 or sample in outer:  # what the call around this one computes, that one stores
                 return self._timed(state, compute)
             value = MISSING
             if not claimed:
@@ -520,12 +523,14 @@ class Calls:
                 warn(sentence)
 
     def _tell_full(self, state: _InUse) -> None:
-        why = state.store.why_full or "it has as many results as there are places"
-        hint = (
-            ""
-            if self._options["evict"]
-            else ' evict="lru" replaces the least recently used ones (hotset run: --evict lru).'
-        )
+        keys = state.store.keys
+        why, hint = state.store.why_full, ""
+        if keys.why_full is not None:
+            why = keys.why_full
+        elif why is None:
+            return  # it was busy, or emptied meanwhile, and there may be room for the next
+        elif not self._options["evict"]:
+            hint = ' evict="lru" replaces the least recently used ones (hotset run: --evict lru).'
         self._tell(
             state,
             "room",

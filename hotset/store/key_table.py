@@ -97,9 +97,14 @@ WRONG = 4  # a result was computed anew and differed: none is served
 
 
 class KeyTable:
-    """The keys of one keyed segment, as this process sees them."""
+    """The keys of one keyed segment, as this process sees them.
+
+    Attributes:
+        why_full: a phrase that says why a key was last refused; None if none was, or the lock was taken.
+    """
 
     def __init__(self, participant: Participant) -> None:
+        self.why_full: str | None = None
         self._participant = participant
         self._segment = segment = participant.segment
         self._geometry = geometry = segment.geometry
@@ -156,13 +161,20 @@ class KeyTable:
 
     def _enter(self, key: bytes, function: int) -> int:
         sample = self._live[Live.KEYS]
-        if sample >= self._geometry.samples or not self._has_level_for(sample + 1):
+        geometry = self._geometry
+        if sample >= geometry.samples:
+            self.why_full = (
+                f"there have been {geometry.samples:,} different calls, one for each place, and a call keeps "
+                "its place, also when its result has made room; give the first memoised one more `memory=`"
+            )
             return -1
         place = sample * KEY_WORDS
-        geometry = self._geometry
-        if not self._reserve(geometry.keys_at + 8 * place, 8 * KEY_WORDS):
-            return -1
-        if not self._reserve(geometry.rows_at + sample * geometry.stride, geometry.stride):
+        if not (
+            self._has_level_for(sample + 1)
+            and self._reserve(geometry.keys_at + 8 * place, 8 * KEY_WORDS)
+            and self._reserve(geometry.rows_at + sample * geometry.stride, geometry.stride)
+        ):
+            self.why_full = "there is no memory for further keys; free some"
             return -1
         high, low = _KEY.unpack(key)
         self._keys[place], self._keys[place + 1], self._keys[place + _VERSION] = high, low, 0

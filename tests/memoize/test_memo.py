@@ -938,6 +938,20 @@ def test_a_function_calls_itself_and_another() -> None:
         assert len(calls) == 31 + 29
 
 
+def test_a_call_within_one_of_the_same_arguments_is_not_kept_and_the_outer_one_is() -> None:
+    depths = []
+
+    def deep(number: int) -> list[int]:
+        depths.append(number)
+        return [*kept(number), number] if len(depths) < 3 else []
+
+    with memo(deep, key="deep") as kept:
+        assert kept(7) == [7, 7]
+        assert kept(7) == [7, 7]
+        assert kept.stats().hits == 1
+        assert len(depths) == 3
+
+
 def test_after_close_it_is_the_function(log: ReadLog) -> None:
     with memo(Decoder(log), key="decoder") as decode:
         first = decode(3)
@@ -1277,6 +1291,32 @@ def test_least_recently_used_results_make_room_where_that_was_asked_for() -> Non
         assert kept(1)[0] == 1
         assert calls.count(1) == 2, "given up"
         assert kept.stats().entries >= 8
+
+
+def test_more_calls_than_there_are_places_are_told_though_results_make_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hotset.store.keyed_store._MOST", 1024)
+    with memo(lambda number: number + 1, key="places", memory="1MiB", evict="lru") as kept:
+        assert [kept(number) for number in range(1024)] == list(range(1, 1025))
+        with pytest.warns(hotset.HotsetWarning, match="1,024 different calls, one for each place") as told:
+            assert [kept(number) for number in range(1020, 1030)] == list(range(1021, 1031))
+        assert len(told) == 1
+        assert is_a_sentence(str(told[0].message))
+        assert kept.stats().entries == 1024
+
+
+def test_what_cannot_be_kept_just_now_is_kept_later_and_nothing_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with memo(lambda number: number + 1, key="busy", memory="1MiB") as kept:
+        assert kept(1) == 2
+        with monkeypatch.context() as busy:
+            # The lock is taken, by a process that was stopped.
+            busy.setattr(Participant, "short_lock", lambda self: contextlib.nullcontext(False))
+            assert kept(2) == 3
+        assert [kept(2), kept(2)] == [3, 3]
+        assert kept.stats().hits == 1
 
 
 def test_what_is_kept_stays_where_nothing_else_was_asked_for() -> None:
