@@ -198,7 +198,7 @@ class Describer:
         elif kind is list or kind is tuple:
             self._rows(values, level)
         elif kind is dict and _uniform(values):
-            names = sorted(values[0])
+            names = list(values[0])
             self.put(b"D")
             self._column(names, level)
             for name in names:
@@ -235,9 +235,9 @@ class Describer:
 
 
 def _uniform(rows: list[dict[Any, Any]]) -> bool:
-    """Whether all rows have the same keys, all of them text."""
-    keys = rows[0].keys()
-    return set(map(type, keys)) == {str} and all(row.keys() == keys for row in rows)
+    """Whether all rows have the same keys in the same order, all of them text."""
+    keys = list(rows[0])
+    return set(map(type, keys)) == {str} and all(list(row) == keys for row in rows)
 
 
 def _sized(tag: bytes, data: bytes) -> bytes:
@@ -308,18 +308,11 @@ def _set(base: Any) -> Handler:
 
 
 def _dict(to: Describer, value: Any) -> None:
+    # In their order, as a sample may be the dict's first one, or its last.
     to.add(type(value))
     items = list(dict.items(value))
-    if len(items) >= _COLUMN and set(map(type, dict.keys(value))) in _SORTED:
-        items.sort(key=itemgetter(0))
-        to.elements([key for key, _ in items])
-        to.elements([part for _, part in items])
-    else:
-        to.count(len(items))
-        described = [(to.apart(key), part) for key, part in items]
-        for description, part in sorted(described, key=itemgetter(0)):
-            to.put(description)
-            to.add(part)
+    to.elements([key for key, _ in items])
+    to.elements([part for _, part in items])
     if type(value) is not dict:
         to.state(value)
 
@@ -373,8 +366,8 @@ def by_pickle(to: Describer, value: Any, *, without: str | None = None) -> None:
         return
     make, args, state, listed, pairs = (*reduced, None, None, None)[:5]
     if isinstance(state, dict):
-        counts = {name for name in state if name != without and not str(name).startswith("_hotset")}
-        state = {name: part for name, part in state.items() if name in counts}
+        counts = [name for name in state if name != without and not str(name).startswith("_hotset")]
+        state = {name: state[name] for name in sorted(counts, key=str)}  # attributes have no order
     to.add(make, args, state, list(listed or ()), list(pairs or ()))
 
 

@@ -9,8 +9,8 @@ of*, recursively, and the description is hashed.
 what                    is described by
 ======================  ===========================================================================
 number, text, None      type and value: 1, 1.0 and True are three things
-tuple, list             type, length, elements in order
-dict, set               type, length, elements in the order of their own descriptions
+tuple, list, dict       type, length, elements in order
+set                     type, length, elements in the order of their own descriptions
 array, tensor           dtype, shape and all of its bytes; over a mapped large file: its place in the file
 object                  its class and attributes; written in C: what pickling it returns
 class of the user       bases and everything in its body, methods by their code
@@ -53,7 +53,7 @@ from hotset.determinism.fingerprint.type_handlers import HANDLERS
 __all__ = ["Fingerprint", "fingerprint"]
 
 # Part of every digest: increase the number with every change of the encoding.
-_ENCODING = b"hotset fingerprint 5"
+_ENCODING = b"hotset fingerprint 6"
 
 
 @dataclass(frozen=True)
