@@ -75,11 +75,10 @@ def window_sizes(
         resident = parse_bytes(window.resident, name="resident", whole=lambda: machine.headroom().bytes)
         window = replace(window, resident=f"{resident}B")
     sizes = Sizes.of(window, samples, sample_bytes or 1)
-    needed, is_whole = sizes.slots * sample_bytes, sizes.resident == samples
-    # It takes the place of ``memory``. A session's cache of all samples goes by what the session may hold.
-    if isinstance(window.resident, str) and not (is_whole and options.session is not None):
+    needed = sizes.slots * sample_bytes
+    if isinstance(window.resident, str):  # in place of ``memory``, also where it has room for all
         limit = min(max(parse_bytes(window.resident, name="resident"), needed), machine.headroom().bytes)
-    if is_whole:
+    if sizes.resident == samples:
         larger = isinstance(window.resident, int) and window.resident > samples
         note = f"resident={window.resident!r} is more than the {samples:,} samples there are"
         sentence = f"{note}, so all are cached and none is replaced; lower it, or leave out window=."
