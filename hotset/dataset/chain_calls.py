@@ -25,7 +25,18 @@ from hotset.determinism.aliasing import copied
 from hotset.determinism.equality import differs
 from hotset.determinism.objects.safe_access import loaded_class
 
-__all__ = ["ChainCall", "Made", "Result", "SamplePath", "are_at", "note", "noted", "places_of", "value_at"]
+__all__ = [
+    "ATOMS",
+    "ChainCall",
+    "Made",
+    "Result",
+    "SamplePath",
+    "are_at",
+    "note",
+    "noted",
+    "places_of",
+    "value_at",
+]
 
 # Where a value is in a sample: keys from the root.
 SamplePath = tuple[Any, ...]
@@ -33,7 +44,7 @@ SamplePath = tuple[Any, ...]
 ChainCall = tuple[str, ...]
 
 _DEEPEST = 4
-_ATOMS = (int, float, complex, str, bytes, type(None))  # of which one object may be two values
+ATOMS = (int, float, complex, str, bytes, type(None))  # of which one object may be two values
 
 
 class Result:
@@ -195,27 +206,35 @@ def are_at(
 def _is_at(sample: Any, paths: Sequence[SamplePath], names: Sequence[str], result: Any) -> bool:
     try:
         values = [result[name] for name in names] if names else result if len(paths) > 1 else [result]
-        found = [places_of(sample, value) for value in values]
+        found = places_of(sample, list(values))
     except (KeyError, IndexError, TypeError, ValueError):
         return False
     return len(found) == len(paths) and all(
-        path in places and (len(places) == 1 or isinstance(value, _ATOMS))
+        path in places and (len(places) == 1 or isinstance(value, ATOMS))
         for path, places, value in zip(paths, found, values, strict=True)
     )
 
 
-def places_of(sample: Any, target: Any, depth: int = 0) -> list[SamplePath]:
-    """Every path at which this very object is in a sample."""
-    if sample is target:
-        return [()]
-    if depth > _DEEPEST:
-        return []
+def places_of(sample: Any, targets: Sequence[Any]) -> list[list[SamplePath]]:
+    """For each of these very objects every path at which it is in a sample, which is gone through once."""
+    found: dict[int, list[SamplePath]] = {id(target): [] for target in targets}
+    _look_for(found, sample, ())
+    return [found[id(target)] for target in targets]
+
+
+def _look_for(found: Mapping[int, list[SamplePath]], part: Any, path: SamplePath) -> None:
+    if id(part) in found:
+        found[id(part)].append(path)
+        return
     items: Any = ()
-    if type(sample) is dict:
-        items = sample.items()
-    elif isinstance(sample, (list, tuple)):
-        items = enumerate(sample)
-    return [(key, *rest) for key, part in items for rest in places_of(part, target, depth + 1)]
+    if len(path) > _DEEPEST:
+        return
+    if type(part) is dict:
+        items = part.items()
+    elif isinstance(part, (list, tuple)):
+        items = enumerate(part)
+    for key, inner in items:
+        _look_for(found, inner, (*path, key))
 
 
 def value_at(sample: Any, path: SamplePath) -> Any:

@@ -403,6 +403,31 @@ def test_a_bad_sample_of_the_datasets_own_chain_does_not_stop_planning() -> None
         assert "bad" in failure(lambda: cached[0]).text
 
 
+class Tags(Dataset[Any]):
+    """Most tags of a text are the same; each goes through a transform."""
+
+    def __init__(self) -> None:
+        self.transform: Any = blur
+        self.target_transform: Any = {"O": 0, "person": 1}.__getitem__
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        tags = [*["O"] * 1000, "person"]
+        return self.transform(torch.full((4,), float(index))), [self.target_transform(tag) for tag in tags]
+
+
+def blur(text: torch.Tensor) -> torch.Tensor:
+    return text + torch.rand(())
+
+
+def test_equal_strings_are_not_one_value_that_is_tried_again_and_again() -> None:
+    with hotset.cache(Tags(), memory="8MiB") as cached:
+        assert cached.plan.live == ("blur",)
+        assert differs(epochs(cached), epochs(Tags())) is None
+
+
 class Texts(Dataset[str]):
     """The first is empty; all take a while to read."""
 

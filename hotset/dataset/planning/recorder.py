@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from hotset._interrupts import own_errors
-from hotset.dataset.chain_calls import SamplePath, places_of
+from hotset.dataset.chain_calls import ATOMS, SamplePath, places_of
 from hotset.dataset.pipeline import Chain, Pipeline, Transform
-from hotset.dataset.planning.call_sites import CallSite, call_sites
+from hotset.dataset.planning.call_sites import CallSite, call_sites, reaction
 from hotset.dataset.source_reader import seconds_in_groups, spread
 from hotset.dataset.transform_attributes import TRANSFORM_NAMES, CopiedAttributes, with_transforms
 from hotset.determinism.aliasing import owns_all
@@ -30,6 +30,7 @@ _SAMPLES = 4
 _READ_SECONDS = 0.25
 _PARTS = 8
 _MOST_TIMES = 500  # in a row with one value: crops of one picture are some tens
+_MOST_EQUAL = 20_000  # of numbers and strings
 
 
 class Recorder(Chain):
@@ -52,8 +53,9 @@ class Recorder(Chain):
         seconds: the sum over all calls.
     """
 
-    def __init__(self, parts: Sequence[Transform], takes_names: bool) -> None:
+    def __init__(self, parts: Sequence[Transform], takes_names: bool, name: str) -> None:
         super().__init__(parts, copies=True)
+        self._attribute = name
         self.inputs: list[Any] = []
         self.keywords: list[tuple[str, ...]] = []
         self.refused: list[dict[str, Any]] = []
@@ -77,7 +79,7 @@ class Recorder(Chain):
         first = next(iter((*values, *named.values())))
         if first is self._last:
             self._times_last += 1
-            if self._times_last > _MOST_TIMES:
+            if self._times_last > _MOST_TIMES and self._is_tried_again(first):
                 raise RuntimeError("called again and again with one value")
         else:
             self._last, self._times_last = first, 1
@@ -91,6 +93,15 @@ class Recorder(Chain):
         self.digests.append(content_digests(output))
         self.seconds += (time.perf_counter_ns() - self.last_called) / 1e9
         return output
+
+    def _is_tried_again(self, value: Any) -> bool:
+        """Whether the dataset calls the chain with one value until it likes what it gets, as it seems.
+
+        Equal numbers and strings, such as the tags of a text, may be one object: there its code tells.
+        """
+        if not isinstance(value, ATOMS) or self._times_last > _MOST_EQUAL:
+            return True
+        return self._times_last == _MOST_TIMES + 1 and reaction(self.callers[-1], self._attribute) is not None
 
     def _is_held_by(self, value: Any) -> bool:
         """Whether this is the copy of the dataset in which the recorder is: as an attribute, or in a list."""
@@ -114,7 +125,7 @@ def recorded(
         Exception: what the dataset raises before that.
     """
     recorders = [
-        Recorder(parts or (), all(map(takes_keywords, map(type, leaves(attribute.chain)))))
+        Recorder(parts or (), all(map(takes_keywords, map(type, leaves(attribute.chain)))), attribute.name)
         for attribute, parts in zip(pipeline.attributes, prefixes, strict=True)
     ]
     named = {
@@ -171,7 +182,7 @@ def find_paths(sample: Any, recorder: Recorder) -> tuple[SamplePath, ...] | None
             results += output
         else:
             return None
-    found = [places_of(sample, result) for result in results]
+    found = places_of(sample, results)
     paths = tuple(each[0] for each in found if len(each) == 1)
     return paths if len(paths) == len(results) == len(set(paths)) else None
 
