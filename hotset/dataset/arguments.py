@@ -106,6 +106,9 @@ def check_arguments(dataset: Any, given: CacheArguments) -> None:
     """
     if given.memory != "auto":
         parse_bytes(given.memory, whole=lambda: 0)  # raises also in a rank that finds another rank's cache
+    if given.cut is not None and type(given.cut) is not int:  # before it becomes a part of the cache's key
+        got = f"{type(given.cut).__name__} {given.cut!r}"
+        raise ArgumentError(f"cut= must be an int, how many transforms are cached, got {got}.")
     _require_one_dataset(dataset)
     _check_window(given)
     _check_session(given)

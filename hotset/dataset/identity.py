@@ -65,7 +65,7 @@ class Identity:
         counts = [_leading(steps) for steps in chains]
         length, key = len(pipeline.dataset), given.key
         window = None if given.window is None else [str(field) for field in astuple(given.window)]
-        settings = (given.strict, given.cut, window)
+        settings = (bool(given.strict), given.cut, window)
         if key is not None:
             live = any(count < len(steps) for count, steps in zip(counts, chains, strict=True))
             return cls(key, True, json.dumps(["hotset.cache", key, length, live, *settings]))

@@ -403,6 +403,16 @@ def test_a_bad_sample_of_the_datasets_own_chain_does_not_stop_planning() -> None
         assert "bad" in failure(lambda: cached[0]).text
 
 
+@pytest.mark.parametrize("cut", [np.int64(1), True, "1", 1.0])
+def test_a_cut_that_is_no_int_is_refused(cut: Any) -> None:
+    refused = failure(lambda: hotset.cache(Samples(image_and_label, N), memory="1MiB", cut=cut))
+    assert refused.kind is hotset.ArgumentError
+    assert is_a_sentence(refused.text)
+    assert type(cut).__name__ in refused.text
+    with hotset.cache(Samples(image_and_label, N), memory="1MiB", strict=np.True_) as cached:  # type: ignore[arg-type]
+        assert len(cached) == N
+
+
 class Tags(Dataset[Any]):
     """Most tags of a text are the same; each goes through a transform."""
 

@@ -143,7 +143,7 @@ class _CutSearch:
         counts, main = self._all_cacheable(), self._main()
         own = leaves(self._own[main].chain) if main is not None else []
         steps = [*own, *leaves(self._pipeline.given)]
-        if isinstance(user_cut, bool) or not isinstance(user_cut, int) or not 0 <= user_cut <= len(steps):
+        if not 0 <= user_cut <= len(steps):
             raise ArgumentError(
                 f"cut= must be an int between 0 and {len(steps)}, the number of transforms "
                 f"({', '.join(map(name_of, steps)) or 'there are none'}), got {user_cut!r}."
