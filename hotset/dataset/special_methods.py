@@ -26,10 +26,11 @@ NOT_FORWARDED = frozenset(
         *("__getattribute__", "__getnewargs__", "__getnewargs_ex__", "__getstate__", "__setstate__"),
         *("__reduce__", "__reduce_ex__", "__copy__", "__deepcopy__", "__slotnames__", "__abstractmethods__"),
         *("__array_interface__", "__array_struct__"),
+        *("__annotate__", "__annotate_func__"),
     }
 )
 """What makes, copies and pickles an object is not the dataset's, or the object made would have no cache. Nor
-is what shows numpy the dataset's memory itself."""
+is what shows numpy the dataset's memory itself, or what Python 3.14 calls with no object, for annotations."""
 NOT_OF_SAMPLES = frozenset(
     {
         *("__bool__", "__eq__", "__ne__", "__hash__", "__str__", "__format__", "__call__"),

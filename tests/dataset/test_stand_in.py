@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -121,6 +122,19 @@ def test_a_class_without_special_methods_gets_none() -> None:
         assert cached != cached.dataset
         assert cached in {cached}
         assert np.asarray(cached).shape == (N, 2)
+
+
+class Annotated(Plain):
+    """As Python 3.14 makes a class with annotations, in a module that does not put them off."""
+
+    def __annotate_func__(form: int) -> dict[str, type]:  # type: ignore[misc]
+        return {"scale": int}
+
+
+def test_the_type_of_a_cached_dataset_is_asked_for_its_own_annotations() -> None:
+    with hotset.cache(Annotated(), memory="1MiB") as cached:
+        assert isinstance(inspect.get_annotations(type(cached)), dict)
+        assert "__annotate_func__" not in vars(type(cached))
 
 
 def test_what_an_operator_changes_takes_effect_and_leaves_the_dataset_cached() -> None:
