@@ -22,6 +22,7 @@ from hotset.dataset.parent_death import parent_death_signal
 from hotset.dataset.sample_access import SampleAccess
 from hotset.errors import ArgumentError
 from hotset.store.claims import Ids
+from hotset.store.format import Live
 
 __all__ = ["fill_now", "loader_of_items", "require_worker_count"]
 
@@ -29,10 +30,15 @@ _PART = 64
 
 
 class _Done(NamedTuple):
-    """The result of filling a part: warnings for the user, and whether the cache is full."""
+    """The result of filling a part: warnings for the user, and whether the cache is full.
+
+    The process that warns of a full cache for all may be at a later part, which is not waited for, so each
+    says why.
+    """
 
     warnings: list[tuple[str, str]]
     full: bool
+    why_full: tuple[str, str] | None
 
 
 class _Parts(Dataset[_Done]):
@@ -54,7 +60,8 @@ class _Parts(Dataset[_Done]):
         finally:
             access.warn = before
         store = access.store
-        return _Done(noted, store is None or store.filler.is_full)
+        full = store is None or store.filler.is_full
+        return _Done(noted, full, access.shortage(store) if full and store is not None else None)
 
 
 def fill_now(access: SampleAccess, progress: bool, num_workers: int) -> None:
@@ -69,6 +76,7 @@ def fill_now(access: SampleAccess, progress: bool, num_workers: int) -> None:
     ids = np.arange(len(store))
     missing = ids[store.index.missing(ids)]
     parts = _Parts(access, missing)
+    was_warned = bool(store.segment.live[Live.WARNED])
     # What the dataset opens as it reads, forked workers of a later loader would share.
     kept_closed = contextlib.nullcontext() if num_workers else access.in_place_of_workers()
     with kept_closed, filling_bar(access.plan.name, len(ids), progress) as show:
@@ -79,6 +87,8 @@ def fill_now(access: SampleAccess, progress: bool, num_workers: int) -> None:
                 access.warn(sentence, about)
             show(len(ids) - max(len(missing) - number * parts.size, 0), store.stored_bytes)
             if done.full:
+                if done.why_full is not None and not was_warned:
+                    access.warn(*done.why_full)
                 return
     access.warn_of_draws()
 

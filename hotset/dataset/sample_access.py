@@ -497,14 +497,21 @@ class SampleAccess:
 
     def _warn_of_shortage(self, store: Store) -> None:
         """Warn, once for all processes, that samples stay uncached, and which argument to change."""
-        if store.segment.live[Live.WARNED]:
-            return
+        if not store.segment.live[Live.WARNED]:
+            told = self.shortage(store)
+            if told is not None and _first_to_warn(store):
+                self.warn(*told)
+
+    def shortage(self, store: Store) -> tuple[str, str] | None:
+        """What to warn with if samples stay uncached, as far as this process knows why, and its subject."""
         met: Any = store.filler.mismatches
         if self.window is not None:  # with a window a sample has several ids
             met = dict.fromkeys(map(self._index, met))
         why = _shortage(store, self.plan.used, self.plan.samples, met)
-        if why is not None and _first_to_warn(store):
-            self.warn(f"{self.plan.name}: {why}.")
+        if why is None:
+            return None
+        about = f"samples stay uncached {store.segment.nonce.hex()} {store.clear_generation()}"
+        return f"{self.plan.name}: {why}.", about
 
     def warn_of_draws(self) -> None:
         """Warn, once in each job, which samples are known to draw random numbers."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import failure, is_a_sentence, rng_states, seed_everything
+from helpers import failure, is_a_sentence, recorded, rng_states, seed_everything
 from kills import in_child
 from programs import Programs
 from samples import image_and_label
@@ -109,6 +109,19 @@ def test_forked_workers_do_not_share_a_file_that_filling_has_opened(workers: int
         assert 0 < cached.stats().cached < N
         got = torch.cat(list(hotset.DataLoader(cached, 8, num_workers=2)))
         assert torch.equal(got, torch.arange(N)[:, None].expand(N, 512))
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+def test_a_full_cache_is_told_once_whichever_process_finds_it(workers: int) -> None:
+    with hotset.cache(Samples(image_and_label, 1000), memory="40KiB") as cached:
+        with recorded() as told:
+            cached.fill(num_workers=workers)
+        said = [str(one.message) for one in told if "max number of worker" not in str(one.message)]
+        assert len(said) == 1
+        assert "raise `memory=`" in said[0]
+        with recorded() as told:
+            cached.fill(num_workers=workers)
+        assert not [one for one in told if "raise `memory=`" in str(one.message)]
 
 
 class Raising(Armed):
