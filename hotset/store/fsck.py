@@ -73,8 +73,9 @@ def check_segment(segment: Segment) -> list[str]:
     """Verify every record, every index word and the extents of a segment; a sentence for each problem."""
     problems: list[str] = []
     geometry = segment.geometry
-    if os.fstat(segment.fd).st_size < geometry.rows_at:
-        return ["the file was cut off before its first record"]
+    out_of_reach = _out_of_reach(segment)
+    if out_of_reach is not None:
+        return [out_of_reach]
     owners: dict[int, int] = {}
     # In a ring a small word is the lap in which a sample was tried in vain, or was found to draw.
     refusals = GENERATION_MASK + 1 if segment.metadata.get("ring") is True else 0
@@ -115,9 +116,20 @@ def check_segment(segment: Segment) -> list[str]:
     return problems
 
 
+def _out_of_reach(segment: Segment) -> str | None:
+    """Why the records of a segment cannot be looked at; None if they can."""
+    if not segment.bounded:
+        return None  # mapped, and sealed against shrinking
+    try:
+        size = os.fstat(segment.own_fd()).st_size
+    except OSError:
+        return "its file cannot be read, as this program has closed it"
+    return "the file was cut off before its first record" if size < segment.geometry.rows_at else None
+
+
 def check_tiers(first: Segment, second: Segment) -> list[str]:
     """Verify that two tiers agree on what is in the second one; a sentence for each problem."""
-    if os.fstat(second.fd).st_size < second.geometry.rows_at:
+    if _out_of_reach(second) is not None:
         return []  # check_segment has reported this
     words = first.index.copy()
     there = np.flatnonzero((words >= PRESENT) & (words & fmt.ON_DISK != 0))

@@ -30,7 +30,6 @@ index word tells a reader whether version and record belong together (:mod:`hots
 
 from __future__ import annotations
 
-import os
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -331,8 +330,12 @@ class KeyTable:
         """What the holders of each slot have counted for a function."""
         # Read from the file, as a touch of a page that no process has written would allocate it.
         for slot in np.flatnonzero(self._segment.slots[:, Slot.INCARNATION]).tolist():
-            at = self._geometry.counters_at + 8 * FUNCTION_WORDS * (slot * FUNCTIONS + number)
-            yield slot, np.frombuffer(os.pread(self._segment.fd, 8 * FUNCTION_WORDS, at), np.int64)
+            first = FUNCTION_WORDS * (slot * FUNCTIONS + number)
+            words = np.zeros(FUNCTION_WORDS, np.int64)
+            read = self._segment.read(self._geometry.counters_at + 8 * first, words.data.cast("B"))
+            if not read and not self._segment.bounded:  # the program has closed the file
+                words[:] = self._counters[first : first + FUNCTION_WORDS]
+            yield slot, words
 
     def check(self) -> list[str]:
         """What is wrong with the table; an empty list if each key is found where it is looked for."""

@@ -260,10 +260,10 @@ class Segment:
             data, offset = data[written:], offset + written
 
     def read(self, offset: int, into: memoryview) -> bool:
-        """Read from the file, not through the mapping; False if that fails (a broken disk)."""
+        """Read from the file, not through the mapping; False if that fails: a broken disk, a closed file."""
         while len(into):
             try:
-                count = os.preadv(self.fd, [into], offset)
+                count = os.preadv(self.own_fd(), [into], offset)
             except OSError:
                 return False
             if not count:

@@ -144,8 +144,10 @@ class Verification:
             warn(f"sample {sample} is damaged {where} ({why}), and is read from the source again.")
 
     def _forget(self, sample: int, word: int) -> bool:
-        """Forget a record; False if it has gone already."""
-        with self._participant.short_lock():
+        """Forget a record; False if it has gone already, or if other processes cannot be kept out."""
+        with self._participant.short_lock() as held:
+            if not held:
+                return False  # perhaps this process has closed the file, and the record is sound
             if self._segment.clear_generation is None or int(self._segment.index[sample]) != word:
                 return False
             if word & ON_DISK and self._spill is not None:

@@ -282,3 +282,45 @@ def test_a_spilled_record_that_is_damaged_is_read_again_and_kept(runtime: Path, 
         assert log.order() in ([10], [10, 10]), "for the use that found it, and to keep it"
         assert (cached.stats().cached, cached.stats().spilled) == (N, N)
         assert cached.check() == []
+
+
+def test_a_process_that_has_closed_all_descriptors_takes_nothing_for_damaged(tmp_path: Path) -> None:
+    """As one that becomes a daemon does."""
+    dataset = [np.full(100_000, i) for i in range(20)]
+    with hotset.cache(dataset, memory="4MiB", spill=tmp_path) as cached:
+        cached.fill()
+        before = cached.stats()
+        assert before.spilled > 10
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                os.closerange(3, 4096)
+                warnings.simplefilter("error")
+                status = 0 if all((cached[i] == i).all() for i in range(20)) else 2
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        after = cached.stats()
+        assert (after.cached, after.spilled) == (before.cached, before.spilled)
+        assert cached.check() == []
+
+
+@pytest.mark.parametrize("used_again", [False, True])
+def test_the_check_and_the_statistics_need_no_descriptor(used_again: bool) -> None:
+    dataset = [np.full(1000, i) for i in range(20)]
+    with hotset.memo(abs, key="abs", memory="1MiB") as kept, hotset.cache(dataset, memory="1MiB") as cached:
+        kept(-1)
+        cached.fill()
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                kept(-1)
+                os.closerange(3, 4096)
+                others = [os.open(os.devnull, os.O_RDONLY) for _ in range(60 * used_again)]
+                status = 0 if kept.stats().computed == 1 and kept.check() == cached.check() == [] else 2
+                del others
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
