@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("patient")
 Start = Callable[..., Rank]
 Run = Callable[..., tuple[subprocess.CompletedProcess[str], list[int]]]
-folder, start = test_ranks.folder, test_ranks.start  # fixtures
+no_rank, start = test_ranks.no_rank, test_ranks.start  # fixtures
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("patient")
 
 
 @pytest.fixture(autouse=True)
-def _no_rank(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_rank(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.delenv(variable, raising=False)
 
