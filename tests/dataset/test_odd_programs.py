@@ -32,6 +32,9 @@ from hotset.determinism.equality import differs
 
 N = 18
 
+# Some of these programs leave their files open, whenever the collector comes to them.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+
 
 class Rows(Dataset[Any]):
     def __init__(self, count: int = N) -> None:
