@@ -699,6 +699,28 @@ def test_a_library_may_be_installed_into_any_folder_beside_what_the_user_wrote(
     assert codes.installed(mine.__name__) is codes.installed(program.__name__) is None
 
 
+@pytest.mark.parametrize("record", [b"kit_x/pens.py,\xff,\n", b"kit_x/pens.py," + b"x" * 200_000 + b"\n"])
+def test_a_damaged_record_makes_no_module_a_librarys(
+    record: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does a working folder that is gone, which modules are looked for in, raise an error."""
+    about = tmp_path / "kit_x-1.0.dist-info"
+    for folder in (about, tmp_path / "kit_x", tmp_path / "gone"):
+        folder.mkdir()
+    (tmp_path / "kit_x" / "pens.py").touch()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: kit_x\nVersion: 1.0\n")
+    (about / "RECORD").write_bytes(record)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "kit_x", raising=False)
+    monkeypatch.delitem(sys.modules, "kit_x.pens", raising=False)
+    pens = importlib.import_module("kit_x.pens")
+    codes.installed.cache_clear()
+    monkeypatch.syspath_prepend("")
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert codes.installed(pens.__name__) is None
+
+
 def test_the_main_module_of_a_spawned_process_is_the_main_module() -> None:
     class Thing:
         pass

@@ -241,7 +241,11 @@ def _is_recorded(file: Path) -> bool:
 
 @lru_cache(maxsize=8)
 def _folders(path: tuple[str, ...]) -> frozenset[Path]:
-    return frozenset(Path(folder).resolve() for folder in path)
+    found: set[Path] = set()
+    for folder in path:
+        with contextlib.suppress(OSError):  # "" is the working folder, which may be gone
+            found.add(Path(folder).resolve())
+    return frozenset(found)
 
 
 @lru_cache(maxsize=64)
@@ -249,8 +253,9 @@ def _recorded(folder: str) -> frozenset[str]:
     """The files that distributions have installed into a folder, relative to it."""
     found: set[str] = set()
     for distribution in importlib.metadata.distributions(path=[folder]):
-        rows = csv.reader((distribution.read_text("RECORD") or "").splitlines())
-        found.update(row[0] for row in rows if row)
+        with contextlib.suppress(OSError, UnicodeError, csv.Error):  # a damaged one: its files are the user's
+            rows = csv.reader((distribution.read_text("RECORD") or "").splitlines())
+            found.update([row[0] for row in rows if row])
     return frozenset(found)
 
 
