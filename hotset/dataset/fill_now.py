@@ -19,10 +19,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from hotset._progress import filling_bar
 from hotset.dataset.parent_death import parent_death_signal
-from hotset.dataset.sample_access import SampleAccess
+from hotset.dataset.sample_access import SampleAccess, Told
 from hotset.errors import ArgumentError
 from hotset.store.claims import Ids
-from hotset.store.format import Live
 
 __all__ = ["fill_now", "loader_of_items", "require_worker_count"]
 
@@ -30,15 +29,10 @@ _PART = 64
 
 
 class _Done(NamedTuple):
-    """The result of filling a part: warnings for the user, and whether the cache is full.
+    """The result of filling a part: warnings for the user, and whether the cache is full."""
 
-    The process that warns of a full cache for all may be at a later part, which is not waited for, so each
-    says why.
-    """
-
-    warnings: list[tuple[str, str]]
+    warnings: list[Told]
     full: bool
-    why_full: tuple[str, str] | None
 
 
 class _Parts(Dataset[_Done]):
@@ -53,15 +47,14 @@ class _Parts(Dataset[_Done]):
         return len(self._parts)
 
     def __getitem__(self, number: int) -> _Done:
-        access, noted = self._access, list[tuple[str, str]]()
-        before, access.warn = access.warn, lambda sentence, about="": noted.append((sentence, about))
+        access, noted = self._access, list[Told]()
+        access.tell = noted.append
         try:
             access.fill(self._parts[number], keep=False)
         finally:
-            access.warn = before
+            access.tell = None
         store = access.store
-        full = store is None or store.filler.is_full
-        return _Done(noted, full, access.shortage(store) if full and store is not None else None)
+        return _Done(noted, full=store is None or store.filler.is_full)
 
 
 def fill_now(access: SampleAccess, progress: bool, num_workers: int) -> None:
@@ -76,19 +69,16 @@ def fill_now(access: SampleAccess, progress: bool, num_workers: int) -> None:
     ids = np.arange(len(store))
     missing = ids[store.index.missing(ids)]
     parts = _Parts(access, missing)
-    was_warned = bool(store.segment.live[Live.WARNED])
     # What the dataset opens as it reads, forked workers of a later loader would share.
     kept_closed = contextlib.nullcontext() if num_workers else access.in_place_of_workers()
     with kept_closed, filling_bar(access.plan.name, len(ids), progress) as show:
         show(len(ids) - len(missing), store.stored_bytes)
         here = map(parts.__getitem__, range(len(parts)))
         for number, done in enumerate(loader_of_items(parts, num_workers) if num_workers else here, 1):
-            for sentence, about in done.warnings:
-                access.warn(sentence, about)
+            for told in done.warnings:
+                access.warn(*told)
             show(len(ids) - max(len(missing) - number * parts.size, 0), store.stored_bytes)
             if done.full:
-                if done.why_full is not None and not was_warned:
-                    access.warn(*done.why_full)
                 return
     access.warn_of_draws()
 

@@ -23,7 +23,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import get_worker_info
@@ -50,7 +50,7 @@ from hotset.store.store import Store
 if TYPE_CHECKING:  # what it needs is an extra
     from hotset.cluster.remote_cache import RemoteCache
 
-__all__ = ["SampleAccess"]
+__all__ = ["SampleAccess", "Told"]
 
 # The user is warned of this many samples that cannot be cached; of a large dataset, of a hundredth of it.
 _MISMATCHES_WORTH_WARNING = 16
@@ -58,6 +58,22 @@ _MISMATCHES_WORTH_WARNING = 16
 _NAMED = 8
 _DRAWS = "samples that draw"
 _OTHERWISE = ", or treated otherwise than the rest by the dataset's own code around its transforms"
+
+
+class Told(NamedTuple):
+    """A warning for the user.
+
+    Attributes:
+        sentence: what it says.
+        about: its subject, if a process is to warn of that once.
+        once: a live word of the store, and what it is once any process has given this warning; None if others
+            may give it, too. The process that gives it enters this, and not one that has it given: that may
+            never happen.
+    """
+
+    sentence: str
+    about: str = ""
+    once: tuple[int, int] | None = None
 
 
 class SampleAccess:
@@ -74,8 +90,7 @@ class SampleAccess:
         remote: the other machines' parts of the cache; None without other machines.
         lookup_key: what ranks find this cache by: see :class:`~hotset.dataset.identity.Identity`.
         moved: the attributes that reading samples changes, as ``class.name``.
-        warn: warns with a sentence; a second argument names its subject, if it is to be warned of once. A
-            loader's worker sends it to the main process instead.
+        tell: gets the warnings of this process, to have them given by another; None to give them here.
         uncached: how many samples this process has read from the source without storing them.
         draws: whether this process has read samples in their turn, which may have drawn random numbers.
     """
@@ -102,7 +117,8 @@ class SampleAccess:
         self._readers: set[int] = set()  # the threads that have read samples in this process
         self._read_ahead: set[int] = set()  # samples that this process has cached and not used yet
         self._ended = False  # whether the user was warned that the session was destroyed
-        self.warn: Callable[..., None] = Warner()
+        self.tell: Callable[[Told], None] | None = None
+        self._warner = Warner()
         self.uncached = 0
         self.draws = False
         self._served = 0, 0  # by the store, when that was looked at last: it is gone after close()
@@ -281,7 +297,7 @@ class SampleAccess:
             self.warn_of_machines()
             records, uncached = fetched.records, fetched.read
             if fetched.unkept:
-                self._warn_of_shortage(store)
+                self.warn_of_shortage()
             self._audit_theirs(records, store)
             ids = ids[np.isin(ids, fetched.ids(), invert=True)]
         got = store.fill(ids, read, keep=keep)
@@ -291,7 +307,7 @@ class SampleAccess:
         while store.allocator.notes:  # about caches that were freed; the process that freed them warns
             self.warn(f"{self.plan.name}: {store.allocator.notes.pop()}")
         if got and (self.remote is None or not self.remote.pass_on(store, got, generation)):
-            self._warn_of_shortage(store)
+            self.warn_of_shortage()
         return records, {**uncached, **got}
 
     def decoded(self, records: list[RecordBatch]) -> dict[int, Any]:
@@ -489,29 +505,44 @@ class SampleAccess:
 
     # ---- warnings -------------------------------------------------------------------------------------
 
+    def warn(self, sentence: str, about: str = "", once: tuple[int, int] | None = None) -> None:
+        """Warn, or have another process warn: see :class:`Told`."""
+        if self.tell is not None:
+            self.tell(Told(sentence, about, once))
+        elif once is None or self._is_first(*once):
+            self._warner(sentence, about)
+
+    def _is_first(self, word: int, said: int) -> bool:
+        """Whether no process has given this warning yet; several run out of room together."""
+        store = self.store
+        if store is None:
+            return True
+        live = store.segment.live
+        with store.participant.short_lock():
+            before, live[word] = int(live[word]), said
+        return before != said
+
     def warn_of_machines(self) -> None:
         """Warn of problems with other machines."""
         if self.remote is not None:
             for sentence, machine in self.remote.troubles():
                 self.warn(sentence, machine)
 
-    def _warn_of_shortage(self, store: Store) -> None:
-        """Warn, once for all processes, that samples stay uncached, and which argument to change."""
-        if not store.segment.live[Live.WARNED]:
-            told = self.shortage(store)
-            if told is not None and _first_to_warn(store):
-                self.warn(*told)
+    def warn_of_shortage(self) -> None:
+        """Warn, once for all processes, that samples stay uncached, and which argument to change.
 
-    def shortage(self, store: Store) -> tuple[str, str] | None:
-        """What to warn with if samples stay uncached, as far as this process knows why, and its subject."""
+        Only if this process knows why.
+        """
+        store = self.store
+        if store is None or store.segment.live[Live.WARNED]:
+            return
         met: Any = store.filler.mismatches
         if self.window is not None:  # with a window a sample has several ids
             met = dict.fromkeys(map(self._index, met))
         why = _shortage(store, self.plan.used, self.plan.samples, met)
-        if why is None:
-            return None
-        about = f"samples stay uncached {store.segment.nonce.hex()} {store.clear_generation()}"
-        return f"{self.plan.name}: {why}.", about
+        if why is not None:
+            about = f"samples stay uncached {store.segment.nonce.hex()} {store.clear_generation()}"
+            self.warn(f"{self.plan.name}: {why}.", about, (Live.WARNED, 1))
 
     def warn_of_draws(self) -> None:
         """Warn, once in each job, which samples are known to draw random numbers."""
@@ -522,13 +553,13 @@ class SampleAccess:
         if self.window is not None:
             ids = np.sort(self.window.entries(None))
         drawing = ids[store.index.drawing(ids)].tolist()
-        if drawing and _first_to_warn(store, Live.WARNED_DRAWS, self._job):
+        if drawing:
             complete = self.window is None and not store.index.missing(ids).any()
             cut = self._reader.cuts
             sentence = _draws(sorted(map(self._index, drawing)), len(ids), complete=complete, cut=cut)
             # Two jobs that run at the same time overwrite each other's word: each process tells once.
             about = f"{_DRAWS} {store.segment.nonce.hex()} {store.clear_generation()}"
-            self.warn(f"{self.plan.name}: {sentence}.", about)
+            self.warn(f"{self.plan.name}: {sentence}.", about, (Live.WARNED_DRAWS, self._job))
 
     def _warn_of_destruction(self, store: Store) -> None:
         if self._ended or store.segment.live[Live.INVALIDATED] != DESTROYED:
@@ -555,7 +586,7 @@ class SampleAccess:
         self._attachment.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "warn": Warner()}
+        return {**self.__dict__, "tell": None, "_warner": Warner()}
 
 
 # ---- warnings about samples that stay uncached -------------------------------------------------------------
@@ -610,19 +641,6 @@ def _draws(drawing: Sequence[int], used: int, *, complete: bool, cut: bool) -> s
     else:
         sentence += "the others stay cached. "
     return f"{sentence}Move the random part to transform=[...], so that the part before it is cached"
-
-
-def _first_to_warn(store: Store, what: int = Live.WARNED, said: int = 1) -> bool:
-    """Whether no process has given this warning yet. Workers run out of room together, and one is to warn.
-
-    Args:
-        what: the live word of this warning.
-        said: its value once the warning was given.
-    """
-    live = store.segment.live
-    with store.participant.short_lock():
-        before, live[what] = int(live[what]), said
-    return before != said
 
 
 def _job_word() -> int:

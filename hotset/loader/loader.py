@@ -590,7 +590,10 @@ class DataLoader(TorchDataLoader[T]):
         if self.persistent_workers:
             self._inner = inner
         assert self._buffers is not None
-        return WorkerBatches(inner, self._buffers, run, batches, route.currents[0].warn, late=late)
+        accesses = route.currents
+        return WorkerBatches(
+            inner, self._buffers, run, batches, lambda cache, told: accesses[cache].warn(*told), late=late
+        )
 
     def _make_inner(self, route: Route, **changed: Any) -> TorchDataLoader[Any]:
         if self._buffers is None:

@@ -16,6 +16,7 @@ from typing import Any
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from hotset.dataset.pipeline import SampleStopped, stopped
+from hotset.dataset.sample_access import Told
 from hotset.loader.state import EpochProgress
 from hotset.loader.worker_messages import BatchMessage
 from hotset.loader.worker_process import BatchBuffers, TaskSampler
@@ -29,7 +30,7 @@ class WorkerBatches:
 
     Args:
         buffers: the blocks that the batches are in.
-        warn: called with each warning of a worker, and with what it is about.
+        warn: called with each warning of a worker, and the number of the cache that it is of.
         late: see :meth:`TaskSampler.begin`.
     """
 
@@ -39,7 +40,7 @@ class WorkerBatches:
         buffers: BatchBuffers,
         run: EpochProgress,
         batches: Any,
-        warn: Callable[[str, str], None],
+        warn: Callable[[int, Told], None],
         *,
         late: bool,
     ) -> None:
@@ -84,8 +85,8 @@ class WorkerBatches:
             self._run.failed(samples)
         report = message.report
         self._buffers.needed = max(self._buffers.needed, report.needed)
-        for sentence, about in report.told:
-            self._warn(sentence, about)
+        for cache, told in report.told:
+            self._warn(cache, told)
         self._run.workers[report.worker] = report.states
         self._run.turn = (report.worker + 1) % self._workers
         self._run.count(report.samples, start)

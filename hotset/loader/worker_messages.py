@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from hotset.dataset.sample_access import Told
 from hotset.store.blocks import BlockPool
 
 __all__ = ["NO_BLOCK", "BatchMessage", "TensorRef", "WorkerReport", "message_pool"]
@@ -101,8 +102,7 @@ class WorkerReport(NamedTuple):
         worker: the worker's number.
         needed: how many bytes the whole batch takes in a block.
         samples: how many samples the batch has.
-        told: warnings for the main process to give, each with what it is about (see
-            :class:`hotset._warnings.Warner`).
+        told: warnings for the main process to give, each with the number of the cache that it is of.
         states: of the worker's generators after the batch, if it has a live part.
     """
 
@@ -110,7 +110,7 @@ class WorkerReport(NamedTuple):
     worker: int
     needed: int
     samples: int
-    told: tuple[tuple[str, str], ...]
+    told: tuple[tuple[int, Told], ...]
     states: Any
 
 

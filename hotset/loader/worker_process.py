@@ -30,6 +30,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, default_convert, get_worker_info
 
 from hotset.dataset.parent_death import parent_death_signal
+from hotset.dataset.sample_access import Told
 from hotset.dataset.streams.recording import StreamRecording
 from hotset.determinism.draws.rng import Generators
 from hotset.loader.batch_buffer import BatchBuffer
@@ -274,13 +275,13 @@ class _InWorker:
         self._gather: Gather | None = None
         self._not_gathered = not is_known(collate_fn)
         self._pools: dict[Address, SharedBlocks] = {}
-        self._told: list[tuple[str, str]] = []
+        self._told: list[tuple[int, Told]] = []
         self._draws = may_draw(route, collate_fn)
         self._generators: Generators | None = None
         info = get_worker_info()
         self._worker = info.id if info is not None else 0
-        for each in route.currents:
-            each.warn = self._report_warning
+        for number, each in enumerate(route.currents):
+            each.tell = partial(self._report_warning, number)
         single = route.single
         self.upcoming: Upcoming | None = None
         if single is not None and single.window is None and single.remote is None:
@@ -328,8 +329,8 @@ class _InWorker:
             self._generators = Generators(random_parts(self.route, self.collate_fn))
         return self._generators
 
-    def _report_warning(self, sentence: str, about: str = "") -> None:
-        self._told.append((sentence, about))
+    def _report_warning(self, cache: int, told: Told) -> None:
+        self._told.append((cache, told))
 
     def _batch(self, indices: Any, buffer: BatchBuffer) -> Any:
         resolved, uncached = self._builder.resolve(indices), None

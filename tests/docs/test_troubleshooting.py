@@ -55,7 +55,7 @@ COMPOSED: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     ("dataset/sample_access.py", "SampleAccess._compare"): ("dataset/audit.py:Audit.differs",),
     ("dataset/sample_access.py", "SampleAccess.warn_of_machines"): (),
-    ("dataset/sample_access.py", "SampleAccess._warn_of_shortage"): ("dataset/sample_access.py:_shortage",),
+    ("dataset/sample_access.py", "SampleAccess.warn_of_shortage"): ("dataset/sample_access.py:_shortage",),
     ("dataset/sample_access.py", "SampleAccess.warn_of_draws"): ("dataset/sample_access.py:_draws",),
     ("device/stall_monitor.py", "_watch"): ("device/queue.py:_StallWarning.__call__",),
     ("loader/worker_batches.py", "WorkerBatches.__next__"): (),

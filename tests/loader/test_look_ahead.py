@@ -249,6 +249,19 @@ def test_without_room_nothing_is_read_in_vain(log: ReadLog) -> None:
         assert log.total() <= N + WORKERS * BATCH, "each worker may find out once that there is no room"
 
 
+def test_a_warning_whose_pass_is_broken_off_comes_in_the_next(log: ReadLog) -> None:
+    with hotset.cache(Wide(log), memory="4MiB", key="x") as cached:
+        log.reset()
+        batches = iter(loader_over(cached))
+        next(batches)
+        assert eventually(lambda: log.total() > cached.stats().cached > 40), "a worker finds no room"
+        del batches
+        with recorded() as told:
+            for _ in range(2):
+                assert len(list(loader_over(cached))) == N // BATCH
+        assert ["no more fit" in str(each.message) for each in told] == [True]
+
+
 SPREAD = {place * (N - 1) // 7 for place in range(8)}  # the samples that a plan is made from
 LOCK = threading.Lock()
 

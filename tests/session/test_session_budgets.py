@@ -155,7 +155,7 @@ def test_511_caches_are_one_too_many_in_a_sentence(runtime: Path) -> None:
 def fill_through(key: str, make: Any, seed: int) -> None:
     order = np.random.default_rng(seed).permutation(400)
     cached = hotset.cache(Samples(make, 400), session="a", key=key)
-    current_of(cached).warn = lambda sentence: None
+    current_of(cached).tell = lambda told: None
     for i in order.tolist():
         equal_batches(cached[i], make(i))
     cached.close()
@@ -299,7 +299,7 @@ def test_what_is_cleared_is_free_for_others() -> None:
         ):
             read_all(one, kilobyte)
             one.clear()
-            current_of(two).warn = lambda sentence: None
+            current_of(two).tell = lambda told: None
             read_all(two, kilobyte)
             return two.stats().cached
 
