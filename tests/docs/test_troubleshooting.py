@@ -58,6 +58,7 @@ COMPOSED: dict[tuple[str, str], tuple[str, ...]] = {
     ("dataset/sample_access.py", "SampleAccess.warn_of_shortage"): ("dataset/sample_access.py:_shortage",),
     ("dataset/sample_access.py", "SampleAccess.warn_of_draws"): ("dataset/sample_access.py:_draws",),
     ("device/stall_monitor.py", "_watch"): ("device/queue.py:_StallWarning.__call__",),
+    ("loader/loader.py", "DataLoader._from_workers"): (),
     ("loader/worker_batches.py", "WorkerBatches.__next__"): (),
     # These give up room, and say nothing.
     ("store/keyed_store.py", "KeyedAllocator._find"): (),
