@@ -50,7 +50,7 @@ class Memo(Generic[P, R]):
         self._hotset_options = options
         self._hotset_calls = Calls(function, options)
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         return cast(R, self._hotset_calls.call(args, kwargs))
 
     def get(self, identity: tuple[Any, ...], compute: Callable[[], R]) -> R:
@@ -210,6 +210,9 @@ def _checked(function: Callable[P, R]) -> Callable[P, R]:
     Raises:
         ArgumentError: they cannot.
     """
+    if isinstance(function, (staticmethod, classmethod)):
+        kind = type(function).__name__
+        raise ArgumentError(f"hotset.memo must be given a function, got a {kind}; write @{kind} above it.")
     if not callable(function):
         raise ArgumentError(f"hotset.memo must be given a function, got {function!r}.")
     kinds: dict[str, Callable[[object], bool]] = {

@@ -141,7 +141,27 @@ def _replace_users(path: str, module: Any) -> None:
     except AttributeError:
         left_alone(f"{module.__name__}:{path}", "the module has nothing of this name; check --memo")
         return
-    setattr(owner, name, _WhenCalled(function))
+    what = _not_memoised(function)
+    if what:
+        left_alone(f"{module.__name__}:{path}", f"it is {what}; name a function that returns its result")
+    elif isinstance(function, (staticmethod, classmethod)):
+        setattr(owner, name, type(function)(_WhenCalled(function.__func__)))
+    else:
+        setattr(owner, name, _WhenCalled(function))
+
+
+def _not_memoised(value: object) -> str:
+    """What is none of the functions whose results are kept, in words; empty for the others."""
+    import inspect
+
+    function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+    if isinstance(function, type):
+        return "a class"  # which others derive from, and compare types with
+    if not callable(function):
+        return f"of type {type(function).__name__}"
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        return "asynchronous"
+    return "a generator function" if inspect.isgeneratorfunction(function) else ""
 
 
 class _WhenCalled:
@@ -153,7 +173,7 @@ class _WhenCalled:
         self._memo: Any = None
         before_fork(self.prepare)
 
-    def __call__(self, *args: Any, **keywords: Any) -> Any:
+    def __call__(self, /, *args: Any, **keywords: Any) -> Any:
         self.prepare()
         return self._memo(*args, **keywords)
 
@@ -168,6 +188,11 @@ class _WhenCalled:
 
     def __get__(self, owner: Any, kind: Any = None) -> Any:
         return self if owner is None else types.MethodType(self, owner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__wrapped__":  # it is not there yet
+            raise AttributeError(name)
+        return getattr(self.__wrapped__, name)  # such as ``cache_clear``
 
     def __reduce__(self) -> Any:
         return str(self.__wrapped__.__qualname__)

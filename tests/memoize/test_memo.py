@@ -726,6 +726,8 @@ def test_what_is_not_a_function_that_returns_its_result_is_refused() -> None:
         (stream, "asynchronous"),
         (rows, "generator"),
         (3, "a function"),
+        (staticmethod(len), "write @staticmethod above it"),
+        (classmethod(len), "write @classmethod above it"),
     ):
         with pytest.raises(hotset.ArgumentError, match=match) as raised:
             hotset.memo(wrong)

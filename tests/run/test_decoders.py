@@ -444,6 +444,65 @@ say([reading.load("a", scale).tolist() for scale in (1, 2, 1, 2)])
     assert "reading:lode, once: the module has nothing of this name" in ours.report
 
 
+def test_methods_of_the_user_of_every_kind(files: Path, tmp_path: Path) -> None:
+    (tmp_path / "reading.py").write_text("""
+import functools
+
+class Reader:
+    size = 3
+
+    @staticmethod
+    def static(path, self=1):
+        return f"{path} {self}"
+
+    @classmethod
+    def of_class(cls, path):
+        return f"{cls.__name__} {path}"
+
+    def own(self, path):
+        return f"own {path}"
+
+    @property
+    def name(self):
+        return "reader"
+
+class Derived(Reader): ...
+
+@functools.lru_cache
+def known(path):
+    return f"known {path}"
+
+async def awaited(path):
+    return path
+
+def each(path):
+    yield path
+""")
+    program = f"""
+sys.path.insert(0, {str(tmp_path)!r})
+import inspect, reading
+from reading import Derived, Reader
+for _ in range(2):
+    say([Reader.static("a"), Reader().static("a", self=2), Derived().static("b"), Reader().own("a")])
+    say([Reader.of_class("a"), Reader().of_class("a"), Derived.of_class("a")])
+    say([reading.known("a"), reading.known.cache_parameters()["maxsize"], Reader().name, Reader.size])
+    say([isinstance(Derived(), Reader), inspect.iscoroutinefunction(reading.awaited), *reading.each("a")])
+"""
+    names = ("Reader", "Reader.static", "Reader.of_class", "Reader.own", "Reader.name", "Reader.size")
+    places = [f"reading:{name}" for name in (*names, "known", "awaited", "each")]
+    ours = compared(program, files, *(word for place in places for word in ("--memo", place)))
+    assert calls(ours.report, "reading.Reader.static") == (6, 3)
+    assert calls(ours.report, "reading.Reader.of_class") == (6, 4)
+    for name, what in (
+        ("Reader", "a class"),
+        ("Reader.name", "of type property"),
+        ("Reader.size", "of type int"),
+        ("awaited", "asynchronous"),
+        ("each", "a generator function"),
+    ):
+        assert f"reading:{name}, once: it is {what}; name a function that returns its result" in ours.report
+
+
 def test_a_path_through_a_link_and_back_is_another_file(tmp_path: Path) -> None:
     (tmp_path / "there" / "below").mkdir(parents=True)
     (tmp_path / "link").symlink_to("there/below")
