@@ -8,6 +8,7 @@ another meaning; its code is torch's.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import mmap
 import os
@@ -169,10 +170,11 @@ def _open(path: str) -> mmap.mmap:
 def read_waits(ledger: str) -> list[Waits]:
     """Of each process that had a loader, the one that waited most first."""
     found = []
-    for name in os.listdir(ledger):
-        if name.startswith("wait-"):
-            with open(os.path.join(ledger, name), "rb") as file:
-                content = file.read(_FORM.size)
-            if len(content) == _FORM.size:
-                found.append(Waits(*_FORM.unpack(content)))
+    with contextlib.suppress(OSError):  # the program may have emptied the temporary folder
+        for name in os.listdir(ledger):
+            if name.startswith("wait-"):
+                with open(os.path.join(ledger, name), "rb") as file:
+                    content = file.read(_FORM.size)
+                if len(content) == _FORM.size:
+                    found.append(Waits(*_FORM.unpack(content)))
     return sorted(found, reverse=True)

@@ -69,6 +69,13 @@ def test_wrong_options_are_sentences(options: list[str], telling: str) -> None:
     assert is_a_sentence(done.stderr.strip())
 
 
+def test_a_program_that_empties_the_temporary_folder_ends_as_it_ends() -> None:
+    program = "import os, shutil; shutil.rmtree(os.environ['HOTSET_LEDGER']); raise SystemExit(7)"
+    done = hotset("--", sys.executable, "-c", program)
+    assert done.returncode == 7, done.stderr
+    assert "ran for" in done.stderr
+
+
 def test_a_function_of_a_module_that_nobody_imports_is_named() -> None:
     done = hotset("--memo", "nosuch:read", "--memo", "json:loads", "--", sys.executable, "-c", "import json")
     assert "nosuch:read" in done.stderr
