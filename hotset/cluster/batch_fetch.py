@@ -21,7 +21,6 @@ by `PATIENCE`.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -42,7 +41,7 @@ from hotset.cluster.wire_records import (
     WireRecords,
 )
 from hotset.store import irregular_records as forms
-from hotset.store.fill import IN_TURN, Read
+from hotset.store.fill import Read
 from hotset.store.format import LINE, PRESENT, Slot
 from hotset.store.leaves.leaf import SchemaMismatch
 from hotset.store.leaves.schema import Schema
@@ -266,35 +265,26 @@ class BatchFetch:
 
     def _read_here(self, owner: str | None, ids: Longs, turn: int = 0) -> None:
         """Read samples from the source, and send them to the machine that has promised room for them."""
+        filler, got = self._store.filler, self._got.read
         samples: dict[int, Any] = {}
-        drawing: list[int] = []
-        size = 0
-        left = ids.tolist()[::-1]
-        watch = self._store.filler.watch
-        watch.begin()
-        counters = self._store.participant.row
+        left = ids
+        filler.watch.begin()
         try:
-            while left:
-                sample = left[-1]
-                start = time.perf_counter_ns()
-                value = self._read(sample)
-                counters[Slot.FILL_NS] += time.perf_counter_ns() - start
-                left.pop()
-                if watch.drew(value, functools.partial(self._read, sample)) or value is IN_TURN:
-                    # No machine keeps it: each process that uses it reads it in its turn.
-                    drawing.append(sample)
-                    continue
-                counters[Slot.MISSES] += 1
-                self._got.read[sample] = samples[sample] = value
-                size += self._cache.stride
-                if owner is not None and size >= _PUT_BYTES:
+            while len(left):
+                values: dict[int, Any] = {}
+                try:
+                    left = filler.read_next(left, self._read, values)
+                finally:  # also what was read before an exception
+                    got.update(values)
+                    samples.update(values)
+                if owner is not None and len(samples) * self._cache.stride >= _PUT_BYTES:
                     self._put(owner, samples, turn)
-                    samples, size = {}, 0
+                    samples = {}
         finally:
-            watch.drew()  # puts back a generator that a reading moved before it raised
-            self._store.filler.claims.mark_drawing(np.array(drawing, np.int64))
-            if owner is not None and (samples or left or drawing):
-                self._put(owner, samples, turn, unread=[*left, *drawing])
+            # What draws is among these: each process that uses it reads it in its turn.
+            unread = [sample for sample in ids.tolist() if sample not in got]
+            if owner is not None and (samples or unread):
+                self._put(owner, samples, turn, unread=unread)
 
     def _put(
         self, owner: str, samples: dict[int, Any], turn: int = 0, unread: list[int] | None = None

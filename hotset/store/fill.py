@@ -295,6 +295,17 @@ class Filler:
         self._participant.row[Slot.MISSES] += 1
         return self._read({}, [sample], read)[sample]
 
+    def read_next(self, samples: Ids, read: Read, values: dict[int, Any]) -> Ids:
+        """Read the next few of these samples, which this process may read alone; returns the rest.
+
+        As many at once, and watched, as in a fill; samples that draw are marked, and have no value.
+        :meth:`DrawWatch.begin` was called.
+        """
+        self._at_once = getattr(read, "at_once", 1)
+        few = samples[: self._chunk]
+        self._read_watched(few, read, values)
+        return samples[len(few) :]
+
     def _read_watched(self, samples: Ids, read: Read, values: dict[int, Any]) -> None:
         """Enter the values of these samples, except those that draw, which the index marks as drawing.
 

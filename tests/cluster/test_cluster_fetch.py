@@ -366,6 +366,40 @@ def test_what_could_not_be_read_is_promised_no_longer() -> None:
         assert found[1] == ABSENT, "who asks next may read it at once"
 
 
+def test_what_others_own_is_read_as_many_at_once_as_the_source_is_best_asked_for() -> None:
+    class Grouped:
+        at_once = 16
+
+        def __init__(self) -> None:
+            self.groups: list[list[int]] = []
+
+        def __call__(self, index: int) -> str:
+            raise AssertionError("one by one")
+
+        def many(self, indices: list[int]) -> Iterator[Any]:
+            self.groups.append(indices)
+            for index in indices:
+                if index == bad:
+                    raise OSError("no such sample")
+                yield made.text(index)
+
+    with four() as made:
+        wanted = [i for i in range(D) if made.orders[i].startswith("b") and i > 1][:20]
+        bad = wanted[12]
+        fetch = made.fetch("a")
+        fetch._read = read = Grouped()
+        with pytest.raises(OSError, match="no such sample"):
+            fetch.run(ids(*wanted), [])
+        fetch._settle()
+        assert [made.holders(i) for i in wanted] == ["b"] * 12 + [""] * 8
+        bad = -1
+        found = made.fetch("a")
+        found._read = read
+        assert found.run(ids(*wanted), []).read == {i: made.text(i) for i in wanted[12:]}
+        assert read.groups == [wanted, wanted[12:]]
+        assert [made.holders(i) for i in wanted] == ["b"] * 20
+
+
 # ---- what is asked for before it is wanted -----------------------------------------------------------------
 
 
