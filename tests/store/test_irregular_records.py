@@ -280,6 +280,28 @@ def test_what_cannot_be_cached_is_named_and_the_plan_counts_it() -> None:
         assert cached.check() == []
 
 
+class _Node:
+    """Refers to others, as a node of a graph does."""
+
+    def __init__(self, *others: Any) -> None:
+        self.others = others
+
+
+@pytest.mark.parametrize("same", [_Node, lambda: {"weight": 1}, lambda: [1]])
+def test_a_sample_with_one_object_twice_comes_from_the_source_though_the_first_have_two(same: Any) -> None:
+    def make(i: int) -> _Node:
+        one = same()
+        return _Node(one, one if i % 2 else same())
+
+    with recorded() as caught, hotset.cache(Samples(make, N), memory="64MiB") as cached:
+        for _ in range(2):
+            for i, sample in enumerate([cached[i] for i in range(N)]):
+                assert (sample.others[0] is sample.others[1]) == (i % 2 == 1)
+        assert cached.stats().cached == N // 2
+    (told,) = {str(w.message) for w in caught}
+    assert "the same object of" in told
+
+
 class _Handle:
     """Holds something that can be compared and pickled by nobody, as objects of a library in C do."""
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ from hotset.store.format import LINE, RECORD_HEADER, TAIL, tail_word
 from hotset.store.leaves.array_leaf import ArrayLeaf
 from hotset.store.leaves.leaf import Leaf, SchemaMismatch, Shape
 from hotset.store.leaves.python_leaves import NumbersLeaf, TextLeaf
-from hotset.store.leaves.tree import Node, build, flatten, has_codec, leaves_of, widen
+from hotset.store.leaves.tree import Node, build, flatten, has_codec, has_holder, leaves_of, widen
 from hotset.store.leaves.tree_inference import infer
 from hotset.store.leaves.tree_json import DAMAGE, from_json, to_json
 
@@ -117,6 +118,10 @@ class Schema:
             }
         )
 
+    @cached_property
+    def _has_holder(self) -> bool:
+        return has_holder(self.tree)
+
     @classmethod
     def infer(cls, samples: Sequence[object], *, keep_order: bool) -> Schema:
         """Return the schema that fits most of these samples; of several such, the one that comes first.
@@ -167,7 +172,8 @@ class Schema:
     def prepare_all(self, samples: Sequence[object]) -> list[Prepared]:
         """As :meth:`prepare`, for several samples, of which each must fit: leaf by leaf, which is faster."""
         columns: list[list[Any]] = []
-        flatten(self.tree, samples, "", columns)
+        met: list[dict[int, object]] | None = [{} for _ in samples] if self._has_holder else None
+        flatten(self.tree, samples, "", columns, met)
         values = list(zip(*columns, strict=True)) if columns else [()] * len(samples)
         if not self.variable and self.stride <= LARGEST_RECORD:
             return [Prepared(each, (), 0) for each in values]

@@ -25,11 +25,13 @@ from hotset.store.leaves.python_leaves import NumbersLeaf
 __all__ = [
     "KEY_TYPES",
     "MAKERS",
+    "UNCHANGING",
     "Group",
     "Node",
     "build",
     "flatten",
     "has_codec",
+    "has_holder",
     "leaves_of",
     "parts_of",
     "varied",
@@ -39,6 +41,7 @@ __all__ = [
 
 # Of a dict's keys, beside members of enums and tuples of keys.
 KEY_TYPES = (str, int, bool, float, type(None))
+UNCHANGING = (tuple, str, bytes, int, float)  # of which several are as good as one
 _SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple}
 
 
@@ -82,6 +85,17 @@ def has_codec(node: Node) -> bool:
     return isinstance(node, Group) and (node.codec is not None or any(map(has_codec, node.children)))
 
 
+def _holds(group: Group) -> bool:
+    """Whether it is an object that may hold any others."""
+    codec = codec_named(group.codec) if group.codec is not None else None
+    return group.kind == "instance" or (codec is not None and codec.holds)
+
+
+def has_holder(node: Node) -> bool:
+    """Whether one of the objects in the tree may hold any others."""
+    return isinstance(node, Group) and (_holds(node) or any(map(has_holder, node.children)))
+
+
 # How containers of each kind are made, given an iterator over the values of their parts.
 MAKERS: dict[str, Callable[[Group, Iterable[tuple[Any, ...]]], Iterable[Any]]] = {
     "dict": lambda group, parts: [dict(zip(group.keys, values, strict=True)) for values in parts],
@@ -122,17 +136,36 @@ def parts_of(value: object) -> tuple[str, tuple[Any, ...], list[Any]] | None:
     return ("instance", tuple(held), list(held.values())) if held is not None else None
 
 
-def flatten(node: Node, values: Sequence[Any], where: str, found: list[list[Any]]) -> None:
+def flatten(
+    node: Node,
+    values: Sequence[Any],
+    where: str,
+    found: list[list[Any]],
+    met: Sequence[dict[int, object]] | None = None,
+    held: bool = False,
+) -> None:
     """Append, for each leaf of the tree, its checked values in all of these samples.
+
+    Args:
+        met: takes the containers of each sample, by id; None if the tree has no object that may hold others.
+        held: whether such an object holds these values.
 
     Raises:
         SchemaMismatch: one of them does not fit; says where and why.
     """
     if isinstance(node, Group):
+        if met is not None and (node.kind != "object" or _holds(node)):
+            held = held or _holds(node)
+            for containers, value in zip(met, values, strict=True):
+                # As of the sample of which the tree was inferred: see tree_inference.
+                if held and id(value) in containers and not isinstance(value, UNCHANGING):
+                    raise SchemaMismatch(f"{where or 'the sample'}: the same object again")
+                containers[id(value)] = value
         names: Any = node.keys or range(len(node.children))
         columns = list(_columns(node, values, where))
         for name, child, column in zip(names, node.children, columns, strict=True):
-            flatten(child, column, f"{where}[{name!r}]" if node.kind != "object" else where, found)
+            place = f"{where}[{name!r}]" if node.kind != "object" else where
+            flatten(child, column, place, found, met, held)
         return
     try:
         found.append(node.check_all(values))

@@ -15,13 +15,12 @@ from hotset.store.leaves.codecs import codec_of
 from hotset.store.leaves.find_leaf import leaf_of
 from hotset.store.leaves.leaf import SchemaMismatch
 from hotset.store.leaves.python_leaves import EnumLeaf, named_leaf
-from hotset.store.leaves.tree import KEY_TYPES, Group, Node, parts_of
+from hotset.store.leaves.tree import KEY_TYPES, UNCHANGING, Group, Node, parts_of
 
 __all__ = ["infer"]
 
 
 _DEEPEST = 64
-_UNCHANGING = (tuple, str, bytes, int, float)  # of which several are as good as one
 # An object with more values is something that samples refer to: each record would hold a copy of it.
 _MOST_PARTS = 1_000
 # Each value of a list or dict takes some microseconds in each use; an array is one value.
@@ -121,7 +120,7 @@ class _Inference:
         Raises:
             SchemaMismatch: it cannot be cached.
         """
-        if id(value) in self._met and not isinstance(value, _UNCHANGING):
+        if id(value) in self._met and not isinstance(value, UNCHANGING):
             raise SchemaMismatch(
                 f"{place}: the same object of {_full_name(value)} again, which a copy could not be; "
                 "hotset.register_codec makes objects that refer to it cacheable"
