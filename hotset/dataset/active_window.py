@@ -100,6 +100,7 @@ class ActiveWindow:
         self._samples: dict[int, Ids] = {}
         self._served: float = 0
         self._started = 0.0
+        self._told_that_it_stays = False
         ring = self.ring
         # Epoch and cursor if nothing can be cached, as there is no slot then: workers may be persistent.
         self._epoch_words = _words() if ring is None else None
@@ -244,9 +245,14 @@ class ActiveWindow:
         return _run(now.cursor + self.sizes.resident, self.sizes.due(now.behind))
 
     def _move(self, ring: Ring, epoch: int) -> None:
-        """Move the cursor, if no other process has moved it there already."""
+        """Move the cursor, if no other process has moved it there already.
+
+        Warns:
+            HotsetWarning: it cannot be moved, so the last epoch's samples come again; once in this process.
+        """
         with ring.participant.short_lock() as held:
             now = WindowState.of(ring)
+            stays = not held and epoch >= now.epoch > 0 and self.sizes.replaced > 0
             if held and epoch >= now.epoch:
                 due = self._due(ring)
                 settled = ring.settled(due)
@@ -255,6 +261,14 @@ class ActiveWindow:
                 after = self.sizes.moved(now, epoch, len(due) if self._wait or fresh else ready)
                 after.put(ring)
                 self._warn_late(ring, now, after)
+        if stays and not ring.invalidated and not self._told_that_it_stays:
+            self._told_that_it_stays = True
+            warn(
+                f"{self._name}: its window does not move, and this epoch has the samples of the last one, as "
+                "this process cannot lock the cache: another process that has it is stopped, or this program "
+                "has closed its descriptors (os.closerange). Let that process go on, or make the cache "
+                "after that."
+            )
 
     def _warn_late(self, ring: Ring, before: WindowState, after: WindowState) -> None:
         live = ring.segment.live

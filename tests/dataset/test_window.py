@@ -55,6 +55,7 @@ from hotset.dataset.dataset_proxy import current_of
 from hotset.dataset.window import Sizes
 from hotset.errors import ArgumentError, HotsetWarning, QuantityError, StateError
 from hotset.policy.window import RunningWindow, epoch_order
+from hotset.store import locks
 from hotset.store.ring import WindowState
 
 pytestmark = [
@@ -445,6 +446,26 @@ def test_late_samples_are_counted_warned_of_once_and_added_later_without_waiting
     assert cursors == [4, 8, 12, 14, 16], "all of it is made up: 8 boundaries, 2 at each"
     assert len(set(used) - set(first)) > 4
     assert (cached.stats().late, current_of(cached).window.position.behind) == (6, 0)
+
+
+def test_a_window_that_cannot_move_says_that_its_samples_come_again(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process that has the cache may be stopped while it holds the lock under which windows move."""
+    monkeypatch.setattr("hotset.store.claims._LOCK_SECONDS", 0.05)
+    cached = make(Samples(tagged, D), hotset.Window(N, replace=0.25, wait=True))
+    loader = loader_over(cached)
+    first = numbers(loader)
+    with locks.Held(locks.Description(locks.reopen(store_of(cached).segment.fd)), 0) as held:
+        assert held
+        with recorded() as caught:
+            assert sorted(numbers(loader)) == sorted(numbers(loader)) == sorted(first)
+        (told,) = {str(w.message) for w in caught}
+        assert "its window does not move" in told
+        assert is_a_sentence(told)
+    with recorded() as caught:
+        assert sorted(numbers(loader)) != sorted(first)
+    assert not caught
 
 
 def test_samples_that_are_ready_enter_without_the_late_ones(make: Make, gated: Gated) -> None:
