@@ -262,6 +262,10 @@ def _copy_of_object(
             held = {name: part for name, part in vars(value).items() if name not in vars(made)}
             kept = {name: part for name, part in held.items() if not of_file or type(part) in _ATOM_TYPES}
             vars(made).update(copy.deepcopy(kept, memo))
+            # Nor does it have a palette of other colours than RGB (an opacity for each), nor an empty one.
+            if value.palette is not None:
+                mode = value.palette.mode
+                made.putpalette(bytes(value.getpalette(mode)), mode)
         elif dict_of(value) is value:  # a dict whose items are its attributes
             made.__dict__ = made
         elif is_plain(type(value)) or derived_from(type(value)) is not None:

@@ -222,6 +222,28 @@ def test_pictures_that_the_dataset_holds_are_copied_before_a_transform() -> None
         assert [picture.tobytes() for picture in pictures] == before
 
 
+@pytest.mark.parametrize("mode", ["P", "PA"])
+@pytest.mark.parametrize("colours", ["RGB", "RGBA", None])
+def test_pictures_that_the_dataset_holds_keep_their_colours(mode: str, colours: str | None) -> None:
+    """Pillow's own deep copy has a palette of RGB, so that what was transparent became opaque."""
+    pictures = [Image.new(mode, (2, 2), i) for i in range(N)]
+    for picture in pictures:
+        if colours is not None:
+            picture.putpalette(bytes(range(12 * len(colours))), colours)
+
+    def opacities(picture: Any) -> Any:
+        return np.asarray(picture.convert("RGBA"))
+
+    with hotset.cache(pictures, transform=opacities, memory="1MiB") as cached:
+        for _ in range(2):
+            for i in range(N):
+                assert differs(cached[i], opacities(pictures[i])) is None
+    made = copied(pictures[3])
+    assert made.palette is not None
+    assert pictures[3].palette is not None
+    assert (made.palette.mode, made.getpalette()) == (pictures[3].palette.mode, pictures[3].getpalette())
+
+
 class OneBuffer(Dataset[Any]):
     """Reads each picture into the memory of the last one, which Pillow's picture shares."""
 
