@@ -1476,3 +1476,23 @@ class Draws(Dataset[Any]):
 
     def __getitem__(self, index: int) -> float:
         return index + random.random()
+
+
+def test_samples_with_sparse_tensors_are_cut_like_others() -> None:
+    def make(i: int) -> dict[str, Any]:
+        return {"x": (i * torch.eye(3)).to_sparse(), "y": torch.eye(2).to_sparse_csc()}
+
+    def dense(sample: dict[str, Any]) -> torch.Tensor:
+        return sample["x"].to_dense()
+
+    def shake(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand(3)
+
+    with hotset.cache(Samples(make, 8), transform=[dense, shake], memory="1MiB") as cached:
+        for _ in range(2):
+            for i in range(8):
+                seed_everything(i)
+                found = cached[i]
+                seed_everything(i)
+                assert torch.equal(found, i * torch.eye(3) + torch.rand(3))
+        assert cached.stats().cached == 8

@@ -35,6 +35,7 @@ from hotset.determinism.trial import alters_input
 from hotset.determinism.verdict import Verdict, verdict_of
 from hotset.errors import NotCacheable
 from hotset.store.leaves.instances import plain_attributes
+from hotset.store.leaves.sparse_tensors import sparse_parts
 
 __all__ = ["ChainFindings", "ChainJudge", "Findings", "size_of"]
 
@@ -364,6 +365,8 @@ def size_of(value: Any, depth: int = 0) -> float:
     """About how many bytes a value takes when it is stored; ``depth``: of it in what is asked for."""
     if depth > _DEEPEST:
         return 8
+    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+        return size_of(sparse_parts(value), depth)
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
         return value.nbytes
     if isinstance(value, (str, bytes)):
