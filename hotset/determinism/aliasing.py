@@ -254,19 +254,14 @@ def _copy_of_object(
                 memo[id(part)] = made = _copy_of_tensor(part)
                 if vars(part):
                     vars(made).update(copy.deepcopy(vars(part), memo))
+            elif _is_image(type(part)):
+                _copy_image(part, memo)
             else:
                 _copy_array(part, memo)
         made = copy.deepcopy(value, memo)
-        if _is_image(type(value)):  # PIL's own copy lacks the name of its file, and what a program has set
-            of_file = hasattr(value, "fp")  # whose objects are not copied
-            held = {name: part for name, part in vars(value).items() if name not in vars(made)}
-            kept = {name: part for name, part in held.items() if not of_file or type(part) in _ATOM_TYPES}
-            vars(made).update(copy.deepcopy(kept, memo))
-            # Nor does it have a palette of other colours than RGB (an opacity for each), nor an empty one.
-            if value.palette is not None:
-                mode = value.palette.mode
-                made.putpalette(bytes(value.getpalette(mode)), mode)
-        elif dict_of(value) is value:  # a dict whose items are its attributes
+        if _is_image(type(value)):
+            return made
+        if dict_of(value) is value:  # a dict whose items are its attributes
             made.__dict__ = made
         elif is_plain(type(value)) or derived_from(type(value)) is not None:
             _complete(made, value, memo)
@@ -299,8 +294,24 @@ def _copy_array(array: Any, memo: dict[int, Any]) -> None:
         vars(made).update(copy.deepcopy(held, memo))
 
 
+def _copy_image(image: Any, memo: dict[int, Any]) -> None:
+    """Note PIL's own deep copy of a picture, given the attributes that it lacks.
+
+    It lacks the name of its file, what a program has set, and a palette that is empty or has other colours
+    than RGB, such as an opacity for each.
+    """
+    made = copy.deepcopy(image, memo)  # it notes the copy itself
+    of_file = hasattr(image, "fp")  # whose objects are not copied
+    held = {name: part for name, part in vars(image).items() if name not in vars(made)}
+    kept = {name: part for name, part in held.items() if not of_file or type(part) in _ATOM_TYPES}
+    vars(made).update(copy.deepcopy(kept, memo))
+    if image.palette is not None:
+        mode = image.palette.mode
+        made.putpalette(bytes(image.getpalette(mode)), mode)
+
+
 def _not_for_deepcopy(value: Any, entered: set[int]) -> Iterable[Any]:
-    """What :mod:`copy` would not copy as it is: some tensors and arrays.
+    """What :mod:`copy` would not copy as it is, the innermost first: some tensors and arrays, and pictures.
 
     These are tensors, and arrays that are read-only, or that a program has given attributes.
     """
@@ -322,6 +333,8 @@ def _not_for_deepcopy(value: Any, entered: set[int]) -> Iterable[Any]:
             yield from _not_for_deepcopy(part, entered)
     for part in attributes(value).values():
         yield from _not_for_deepcopy(part, entered)
+    if _is_image(kind):
+        yield value
 
 
 def _is_elements_and_attributes(tensor: torch.Tensor) -> bool:

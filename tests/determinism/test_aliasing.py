@@ -12,6 +12,7 @@ import weakref
 from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -238,10 +239,10 @@ def test_pictures_that_the_dataset_holds_keep_their_colours(mode: str, colours: 
         for _ in range(2):
             for i in range(N):
                 assert differs(cached[i], opacities(pictures[i])) is None
-    made = copied(pictures[3])
-    assert made.palette is not None
-    assert pictures[3].palette is not None
-    assert (made.palette.mode, made.getpalette()) == (pictures[3].palette.mode, pictures[3].getpalette())
+    held = SimpleNamespace(picture=pictures[3])
+    for made in (copied(pictures[3]), copied(held).picture):
+        assert made is not pictures[3]
+        assert (made.palette.mode, made.getpalette()) == (held.picture.palette.mode, pictures[3].getpalette())
 
 
 class OneBuffer(Dataset[Any]):
