@@ -193,15 +193,29 @@ def test_scalars_of_a_type_that_shares_its_dtype_with_another_are_not_exchanged(
     assert all_exchanged((one(1), two(1)) for one in kinds for two in kinds) == []
 
 
+def test_arrays_whose_dtype_is_equal_to_that_of_another_type_come_out_with_their_own() -> None:
+    codes = ("l", "q", "L", "Q", ">l", ">q")
+    for dtype in (*map(np.dtype, codes), np.dtype([("x", "q")])):
+        arrays = [np.ones(n, dtype) for n in (1, 2, 2)]
+        for schema in (Schema.infer(arrays, keep_order=True), Schema.infer(arrays[1:], keep_order=True)):
+            for found in records(schema, arrays[1:]):
+                assert [type(each) for each in found.tolist()] == [type(each) for each in arrays[1].tolist()]
+                assert type(found[0]) is type(arrays[1][0])
+                assert found.dtype.byteorder == dtype.byteorder
+            others = [np.dtype(code) for code in codes if np.dtype(code).char != dtype.char]
+            assert not any(fits(schema, np.ones(2, other)) for other in others)
+
+
 def test_tensors_of_sixteen_bytes_an_item_can_be_touched() -> None:
     """In each of several records that lie one behind the other, beside leaves of other sizes."""
-    for beside in (None, 1, "text", torch.ones(3, dtype=torch.uint8)):
+    for beside in (None, 1, "text", torch.ones(3, dtype=torch.uint8), np.array(["of 20"]), np.ones(1, "G")):
         for shape in ((), (3,)):
             sample: list[Any] = [torch.full(shape, 1 + 2j, dtype=torch.complex128), beside]
             schema = Schema.infer([sample], keep_order=True)
             check_layout(schema)
             for got in records(schema, [sample] * 5):
                 assert torch.equal(got[0] + 0, sample[0])
+                assert got[0].data_ptr() % 16 == 0
 
 
 def test_every_kind_of_text() -> None:

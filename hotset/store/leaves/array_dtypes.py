@@ -1,6 +1,7 @@
 """Names of numpy's dtypes: text, from which the very dtype is made again.
 
-Of a plain dtype it is numpy's type string, which has the byte order. Of a structured one (rows of a PLY file,
+Of a plain dtype it is numpy's type string, which has the byte order, or, where two types share one (int64 and
+longlong), byte order and letter of the second. Of a structured one (rows of a PLY file,
 events of a camera) it is JSON with the fields' names, dtypes and offsets.
 """
 
@@ -48,7 +49,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
     if type(name) is not str:
         raise TypeError(f"the name of a dtype must be text, got {name!r}")
     dtype = _made(json.loads(name) if name.startswith("{") else name)
-    if dtype.names is None and (dtype.kind not in _PLAIN_KINDS or dtype.str != name):
+    if dtype.names is None and (dtype.kind not in _PLAIN_KINDS or _plain_name(dtype) != name):
         raise ValueError(f"the dtype of an array must be one that is cached, got {name}")
     return dtype
 
@@ -74,7 +75,11 @@ def _described(dtype: np.dtype[Any]) -> Any:
     if dtype.kind not in _PLAIN_KINDS:
         parts = "a list" if dtype.hasobject else "a dict of its fields"
         raise SchemaMismatch(f"a numpy array of {dtype}; return {parts} to have it cached")
-    return dtype.str
+    return _plain_name(dtype)
+
+
+def _plain_name(dtype: np.dtype[Any]) -> str:
+    return dtype.str if np.dtype(dtype.str).type is dtype.type else dtype.str[0] + dtype.char
 
 
 def _made(described: Any) -> np.dtype[Any]:

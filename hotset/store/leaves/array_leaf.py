@@ -258,7 +258,9 @@ class NumpyLeaf(ArrayLeaf):
         """Whether an array can be written to if the leaf's can, and its dtype is no more than it tells."""
         if array.flags.writeable != self.writeable or array.dtype.metadata is not None:
             return False
-        return array.dtype.names is None or name_of(array.dtype) == self.dtype
+        # Equal dtypes may be of two types (int64 and longlong).
+        same = array.dtype.type is self.numpy_dtype.type
+        return same and (array.dtype.names is None or name_of(array.dtype) == self.dtype)
 
     def get(self, buffer: Any, offset: int, dims: Shape) -> Any:
         array = super().get(buffer, offset, dims)

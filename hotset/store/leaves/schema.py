@@ -101,7 +101,7 @@ class Schema:
             offsets[place] = at
             at += self.leaves[place].fixed_bytes or 0
         widest = max(map(alignment, fixed), default=0)
-        step = 16 if widest == 16 else 8  # every row as aligned as the first
+        step = 16 if widest >= 16 else 8  # every row as aligned as the first
         return offsets, -(-at // step) * step
 
     def _head(self) -> np.dtype[Any]:
