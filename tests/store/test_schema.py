@@ -208,7 +208,8 @@ def test_arrays_whose_dtype_is_equal_to_that_of_another_type_come_out_with_their
 
 def test_tensors_of_sixteen_bytes_an_item_can_be_touched() -> None:
     """In each of several records that lie one behind the other, beside leaves of other sizes."""
-    for beside in (None, 1, "text", torch.ones(3, dtype=torch.uint8), np.array(["of 20"]), np.ones(1, "G")):
+    larger = [[np.array(["of 20"]), 1.5], [np.ones(1, "G"), 1.5]]  # items
+    for beside in (None, 1, "text", torch.ones(3, dtype=torch.uint8), *larger):
         for shape in ((), (3,)):
             sample: list[Any] = [torch.full(shape, 1 + 2j, dtype=torch.complex128), beside]
             schema = Schema.infer([sample], keep_order=True)
