@@ -21,6 +21,7 @@ import threading
 import time
 import types
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -538,6 +539,54 @@ def test_arrays_that_cannot_be_laid_out_again_are_computed_each_time() -> None:
                 assert kept(1) is value
             assert is_a_sentence(str(told[0].message))
             assert kept(1) is value
+
+
+class _Picture:
+    def __init__(self, pixels: Any) -> None:
+        self.pixels = pixels
+
+
+@pytest.mark.parametrize(
+    "hold", [_Picture, lambda part: OrderedDict(part=part), lambda part: [{"x": (part,)}]]
+)
+def test_arrays_with_gaps_come_back_with_their_strides_whatever_holds_them(hold: Any) -> None:
+    def made(number: int) -> Any:
+        pixels = np.arange(60.0).reshape(6, 10) + number
+        return [hold(pixels[1:5, 2:7]), hold(torch.from_numpy(pixels)[::2, 1:])]
+
+    def layout(value: Any) -> Any:
+        if isinstance(value, _Picture):
+            return layout(value.pixels)
+        if isinstance(value, (dict, list, tuple)):
+            return list(map(layout, value.values() if isinstance(value, dict) else value))
+        return value.strides if isinstance(value, np.ndarray) else value.stride(), value.tolist()
+
+    with memo(made, key="made") as kept:
+        kept(1)
+        assert layout(kept(1)) == layout(made(1))
+        assert kept.stats().hits == 1
+
+
+def _within_itself(number: int) -> Any:
+    made: list[Any] = [number]
+    made.append(made)
+    return made
+
+
+def _deep(number: int) -> Any:
+    made: Any = number
+    for _ in range(5_000):
+        made = [made]
+    return made
+
+
+@pytest.mark.parametrize("make", [_within_itself, _deep])
+def test_a_result_that_contains_itself_or_is_too_deep_is_computed_each_time(make: Any) -> None:
+    with memo(make, key="made") as kept:
+        with pytest.warns(hotset.HotsetWarning, match="nested too deeply, or contains itself"):
+            assert type(kept(1)) is list
+        assert type(kept(1)) is list
+        assert kept.stats().hits == 0
 
 
 SIZES = [step * 4096 + more for step in (15, 16, 17, 63, 64, 65, 128, 200) for more in (-300, -1, 0, 1, 200)]

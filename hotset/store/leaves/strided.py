@@ -9,16 +9,21 @@ strides, and is laid out with the same strides again. The gaps hold nothing.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
 
-from hotset.store.leaves.codecs import register_codec
+from hotset.store.leaves.codecs import codec_of, register_codec
 from hotset.store.leaves.leaf import SchemaMismatch, is_tensor
+from hotset.store.leaves.tree import MAKERS, Group, parts_of
 
 __all__ = ["Strided", "with_strides"]
 
 _LARGEST_GAPS = 8  # how many times the elements' bytes a layout may take
+_DEEPEST = 64  # deeper containers are refused later
+_BUILTIN = (dict, list, tuple, OrderedDict)
+_WITHOUT_PARTS = frozenset({int, float, complex, bool, str, bytes, type(None)})
 
 
 class Strided:
@@ -87,25 +92,42 @@ register_codec(Strided, _flatten, _unflatten)
 def with_strides(value: Any) -> Any:
     """A value with its arrays that have gaps, or are read-only, replaced by :class:`Strided`.
 
+    They may lie in containers and in attributes of objects. What a codec takes apart stays as it is.
+
     Raises:
         SchemaMismatch: one of them cannot be laid out again.
     """
+    return _with_strides(value, {}, 0)
+
+
+def _with_strides(value: Any, met: dict[int, Any], depth: int) -> Any:
+    """As :func:`with_strides`; ``met`` has what became of each container, by its id."""
     kind = type(value)
+    if kind in _WITHOUT_PARTS or depth > _DEEPEST:
+        return value
     if kind is np.ndarray:
         dense = value.flags.c_contiguous or _is_dense(value.shape, value.strides, value.itemsize)
         return value if (dense and value.flags.writeable) or value.dtype.hasobject else Strided(value)
     if is_tensor(value):
         return _tensor_with_strides(value)
-    if kind is dict:
-        parts = {name: with_strides(part) for name, part in value.items()}
-        return parts if any(parts[name] is not part for name, part in value.items()) else value
-    if kind in (list, tuple):
-        listed = [with_strides(part) for part in value]
-        same = all(new is old for new, old in zip(listed, value, strict=True))
-        return value if same else kind(listed)
-    if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return kind._make(with_strides(part) for part in value)
-    return value
+    if id(value) in met:
+        return met[id(value)]
+    met[id(value)] = value  # within itself
+    if kind in _BUILTIN or codec_of(value) is None:
+        met[id(value)] = _container_with_strides(value, met, depth)
+    return met[id(value)]
+
+
+def _container_with_strides(value: Any, met: dict[int, Any], depth: int) -> Any:
+    found = parts_of(value)
+    if found is None:
+        return value
+    kind, keys, parts = found
+    laid = [_with_strides(part, met, depth + 1) for part in parts]
+    if all(new is old for new, old in zip(laid, parts, strict=True)):
+        return value
+    (made,) = MAKERS[kind](Group(kind, keys, (), type(value)), [tuple(laid)])
+    return made
 
 
 def _tensor_with_strides(value: Any) -> Any:
