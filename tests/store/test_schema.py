@@ -696,6 +696,7 @@ def test_a_class_that_is_known_by_its_methods_is_told_what_to_do() -> None:
 UNCACHEABLE: list[tuple[Any, str]] = [
     ([1, {"x": samples.Opaque(1)}], "[1]['x']: an object of samples.Opaque; hotset.register_codec makes"),
     ({("a", b"1"): 2}, "the sample: a dict with keys that are not text, numbers, or tuples of these"),
+    ({Flags(3): 1}, "the sample: a dict with keys that are not text, numbers, or tuples of these"),
     ({("a", (1, float("nan"))): 2}, "the sample: a dict with NaN as a key"),
     ([np.array([1, "a"], object)], "[0]: a numpy array of object; return a list"),
     (

@@ -170,7 +170,9 @@ def _full_name(value: object) -> str:
 def _is_key(key: Any) -> bool:
     if type(key) is tuple:
         return all(map(_is_key, key))
-    return type(key) in KEY_TYPES or isinstance(key, enum.Enum)
+    if isinstance(key, enum.Enum):  # by whose name other processes find it: several flags together have none
+        return type(key).__members__.get(key.name) is key
+    return type(key) in KEY_TYPES
 
 
 def _is_nan(key: Any) -> bool:
