@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import itertools
 import sys
 import types
 import weakref
@@ -44,7 +45,7 @@ from hotset.determinism.objects.safe_access import dict_of, loaded_class, set_at
 from hotset.store.leaves.derived import derived_from
 from hotset.store.leaves.instances import is_plain, slots_of, solid_base
 
-__all__ = ["copied", "owned", "owns_all"]
+__all__ = ["copied", "have_common_memory", "owned", "owns_all"]
 
 _ATOMS: tuple[Any, ...] = (
     *(int, float, complex, str, bytes, type(None), type(...), enum.Enum, PurePath, range, type),
@@ -92,27 +93,32 @@ class _Gauge:
     """A new object, to measure its reference count."""
 
 
-def owns_all(values: Iterable[Any]) -> bool:
-    """Whether only this container reaches its values. The caller must hold no further reference to any."""
+def owns_all(values: Iterable[Any], foreign: list[torch.Tensor] | None = None) -> bool:
+    """Whether only this container reaches its values. The caller must hold no further reference to any.
+
+    Args:
+        foreign: gets the tensors whose memory torch did not allocate, of which that cannot be told, and which
+            do not count then; None: they count as reached by others.
+    """
     for value in values:
         count = sys.getrefcount(value)
         kind = type(value)
         if kind in _ATOM_TYPES:
             continue
-        if count > _CONTAINED or not _is_alone(value, kind):
+        if count > _CONTAINED or not _is_alone(value, kind, foreign):
             return False
     return True
 
 
-def _is_alone(value: Any, kind: type) -> bool:
+def _is_alone(value: Any, kind: type, foreign: list[torch.Tensor] | None = None) -> bool:
     """Whether a value that only its holder refers to shares no mutable memory with another object."""
     if kind is torch.Tensor:
-        return _tensor_is_alone(value) and owns_all(vars(value).values())
+        return _tensor_is_alone(value, foreign) and owns_all(vars(value).values(), foreign)
     if kind is tuple or kind is list or kind is set or kind is frozenset:
         # Of a thousand token ids, each has a count to look at, but all types are found in one call.
-        return (len(value) > _MANY and _ATOM_TYPES.issuperset(map(type, value))) or owns_all(value)
+        return (len(value) > _MANY and _ATOM_TYPES.issuperset(map(type, value))) or owns_all(value, foreign)
     if kind is dict:
-        return owns_all(value.values())
+        return owns_all(value.values(), foreign)
     if issubclass(kind, _ATOMS):
         return True
     if weakref.getweakrefcount(value):
@@ -125,15 +131,15 @@ def _is_alone(value: Any, kind: type) -> bool:
         if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             return False
         with torch._C.DisableTorchFunctionSubclass():
-            return _tensor_is_alone(value) and owns_all(vars(value).values())
+            return _tensor_is_alone(value, foreign) and owns_all(vars(value).values(), foreign)
     if kind is bytearray:
         return True
     if kind.__dictoffset__ and _is_from_python(kind):
-        return owns_all(vars(value).values())
+        return owns_all(vars(value).values(), foreign)
     return False
 
 
-def _tensor_is_alone(tensor: torch.Tensor) -> bool:
+def _tensor_is_alone(tensor: torch.Tensor, foreign: list[torch.Tensor] | None) -> bool:
     if _uses_of is None or tensor.requires_grad or tensor.layout is not torch.strided or tensor.is_meta:
         return False
     if weakref.getweakrefcount(tensor):
@@ -141,7 +147,25 @@ def _tensor_is_alone(tensor: torch.Tensor) -> bool:
     storage = tensor.untyped_storage()
     # The tensor and the storage object that was just made. A view shares its storage with its base, which
     # others may hold: it is copied. Memory that torch did not allocate (numpy's, a file's) cannot be resized.
-    return _uses_of(storage._cdata) <= 2 and storage.resizable()
+    if _uses_of(storage._cdata) > 2:
+        return False
+    if not storage.resizable() and foreign is not None:
+        foreign.append(tensor)
+        return True
+    return storage.resizable()
+
+
+def have_common_memory(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether some bytes are in the storages of two of these tensors.
+
+    Example:
+        >>> array = np.zeros(3)
+        >>> have_common_memory([torch.from_numpy(array), torch.from_numpy(array)])
+        True
+    """
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    spans = sorted((storage.data_ptr(), storage.nbytes()) for storage in storages if storage.nbytes())
+    return any(begin + length > after for (begin, length), (after, _) in itertools.pairwise(spans))
 
 
 def _array_is_alone(array: np.ndarray[Any, Any]) -> bool:

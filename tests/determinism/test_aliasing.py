@@ -417,6 +417,42 @@ def test_an_in_place_chain_whose_result_is_ignored_is_refused_before_it_changes_
     assert_all_same(items, before)
 
 
+class HalvesByName(Dataset[Any]):
+    """Calls a chain that works in place with a keyword, on tensors over numpy's memory."""
+
+    def __init__(self, keep: str) -> None:
+        self.transform = lambda x: x.div_(2)
+        self.items = [np.full(3, float(index), "f4") for index in range(N)]
+        self.kept: dict[int, Any] = {}
+        self.keep = keep
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        array = self.items[index] if self.keep == "all" else self.items[index].copy()
+        if self.keep == "read":
+            array = self.kept.setdefault(index, array)
+        return self.transform(x=torch.from_numpy(array))
+
+
+def test_an_in_place_chain_over_new_arrays_that_is_called_with_keywords_is_cached() -> None:
+    dataset = HalvesByName(keep="")
+    with hotset.cache(dataset, memory="1MiB") as cached:
+        for _ in range(2):
+            assert [float(cached[i][0]) for i in range(N)] == [i / 2 for i in range(N)]
+    assert [float(item[0]) for item in dataset.items] == list(range(N))
+
+
+@pytest.mark.parametrize("keep", ["all", "read"])
+def test_an_in_place_chain_over_arrays_that_the_dataset_keeps_is_refused(keep: str) -> None:
+    dataset = HalvesByName(keep)
+    with pytest.raises(hotset.NotCacheable, match="changes in place what the dataset holds"):
+        hotset.cache(dataset, memory="1MiB")
+    assert [float(item[0]) for item in dataset.items] == list(range(N))
+    assert not dataset.kept
+
+
 def test_a_value_that_cannot_be_copied_gives_a_warning(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_text("text")

@@ -12,13 +12,15 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+import torch
+
 from hotset._interrupts import own_errors
 from hotset.dataset.chain_calls import ATOMS, SamplePath, places_of
 from hotset.dataset.pipeline import Chain, Pipeline, Transform
 from hotset.dataset.planning.call_sites import CallSite, call_sites, reaction
 from hotset.dataset.source_reader import seconds_in_groups, spread
 from hotset.dataset.transform_attributes import TRANSFORM_NAMES, CopiedAttributes, with_transforms
-from hotset.determinism.aliasing import owns_all
+from hotset.determinism.aliasing import have_common_memory, owns_all
 from hotset.determinism.chain import Values, leaves, takes_keywords
 from hotset.determinism.equality import content_digests
 from hotset.determinism.objects.safe_access import attributes_of
@@ -191,10 +193,25 @@ def passes_shared_objects(pipeline: Pipeline, index: int, left: Collection[int])
     """For each of a dataset's own chains, whether its input is also referred to by another object.
 
     ``__getitem__`` itself refers to the input while it runs, so the references are counted after it returned.
+    Who else refers to the array below ``torch.from_numpy(array)`` is not known: such an input is read once
+    more, and is another's if both have the same memory.
 
     Args:
         left: numbers of chains that stay where they are, and of which this is not known.
     """
+    given = _given_values(pipeline, index, left)
+    foreign: list[list[torch.Tensor]] = [[] for _ in given]
+    shared = [not owns_all(values, found) for values, found in zip(given, foreign, strict=True)]
+    if not any(foreign):
+        return shared
+    again = _given_values(pipeline, index, left)
+    for number, values in enumerate(again):
+        owns_all(values, foreign[number])
+    return [known or have_common_memory(found) for known, found in zip(shared, foreign, strict=True)]
+
+
+def _given_values(pipeline: Pipeline, index: int, left: Collection[int]) -> list[list[Any]]:
+    """What a dataset calls each of its own chains with, each object once, referred to by this list alone."""
     _, recorders = recorded(pipeline, index, _recorders_but(left, len(pipeline.attributes)))
     given: list[list[Any]] = []
     while recorders:
@@ -207,7 +224,7 @@ def passes_shared_objects(pipeline: Pipeline, index: int, left: Collection[int])
         inputs += [value for named in recorder.refused for value in named.values()]
         given.append(list({id(value): value for value in inputs}.values()))
     del recorder, inputs, _
-    return [not owns_all(values) for values in given]
+    return given
 
 
 def _recorders_but(left: Collection[int], count: int) -> list[tuple[()] | None]:
