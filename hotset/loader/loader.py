@@ -575,9 +575,9 @@ class DataLoader(TorchDataLoader[T]):
         forks = self._inner is None and _start_method(self.multiprocessing_context) == "fork"
         if forks and has_threads("tokio"):
             route.currents[0].warn(
-                "this process has threads of tokio, which libraries in Rust (obstore, for one) start as they "
-                "read first, and which a forked worker lacks: it would wait for them forever. Pass "
-                'multiprocessing_context="spawn" to the loader.',
+                "this process has threads of tokio, which libraries in Rust (obstore, or polars for Parquet) "
+                "start as they read first, and which a forked worker lacks: one that reads with such a "
+                'library waits for ever. If yours do, pass multiprocessing_context="spawn" to the loader.',
                 "tokio",
             )
         if forks and may_draw(route, self.collate_fn):
