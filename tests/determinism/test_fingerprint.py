@@ -616,6 +616,35 @@ def test_an_edited_function_in_another_module_counts(module: Callable[[str], Any
     assert digests[0] == digests[1] != digests[2]
 
 
+@pytest.mark.parametrize(
+    ("edited", "statement"),
+    [
+        ("kit/near.py", "from .near import scale"),
+        ("kit/near.py", "from . import near"),
+        ("kit/parts/far.py", "import kit.parts.far"),
+        ("kit/parts/far.py", "from kit.parts import far as near"),
+        ("kit/deep.py", "from .over import scale"),
+        ("kit/deep.py", "import kit.over"),
+    ],
+)
+def test_an_edited_module_counts_that_a_function_imports_as_it_runs(
+    edited: str, statement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From its own package, from one that was not imported yet, or by another module."""
+    (tmp_path / "kit" / "parts").mkdir(parents=True)
+    for name in ("__init__", "parts/__init__", "near", "parts/far", "deep"):
+        (tmp_path / "kit" / f"{name}.py").write_text("def scale(x): return x\n")
+    (tmp_path / "kit" / "over.py").write_text("from .deep import (  # all\n    scale,\n)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    function = with_body(f"def f(x):\n    {statement}\n    return x", __name__="kit.sets", __package__="kit")
+    before = of(function)
+    assert of(function) == before
+    (tmp_path / edited).write_text("def scale(x): return 2 * x\n")
+    assert of(function) != before
+    assert not any(name.partition(".")[0] == "kit" for name in sys.modules), "nothing was imported"
+    codes.installed.cache_clear()
+
+
 def test_of_another_module_only_what_is_used_counts(module: Callable[[str], Any]) -> None:
     using = "def f(x): return users.scale(x)"
     one = of(with_body(using, users=module("def scale(x): return x\ndef unrelated(): return 1\n")))

@@ -11,7 +11,8 @@ code reads the          each variable that a text met (constant or attribute) na
 environment             ``$NAME``, with its value
 code reads descriptors  for each number met that is the descriptor of an open file: path, size, date
 code imports by name    for each text met that names a module of the user's: its source
-user's modules met      numbers, texts and containers that differ from what the source says
+user's modules met      numbers, texts and containers that differ from what the source says; the
+                        sources of the user's modules that they import, at any depth
 libraries met           functions of the user's that were put into their modules
 ======================  ==============================================================================
 
@@ -81,6 +82,7 @@ def describe_environment(to: Describer) -> tuple[bytes, list[str]]:
         _open_files(to.numbers) if names & _READS_DESCRIPTORS or {"os", "read"} <= names else (),
         [(name, value.encode("utf-8", "surrogateescape")) for name, value in variables],
         [(name, codes.source_of(name), codes.constants_of(name, wanted)) for name in sorted(modules)],
+        [(name, codes.source_of(name)) for name in sorted(codes.with_imported(modules) - modules)],
         _patched(libraries),
     ]
     return to.describe(parts), notes

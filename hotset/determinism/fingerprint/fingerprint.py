@@ -53,7 +53,7 @@ from hotset.determinism.fingerprint.type_handlers import HANDLERS
 __all__ = ["Fingerprint", "fingerprint"]
 
 # Part of every digest: increase the number with every change of the encoding.
-_ENCODING = b"hotset fingerprint 6"
+_ENCODING = b"hotset fingerprint 7"
 
 
 @dataclass(frozen=True)

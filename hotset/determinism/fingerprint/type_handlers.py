@@ -123,7 +123,7 @@ def _function(to: Describer, function: types.FunctionType) -> None:
     to.codes[function.__code__] = None
     for chain in codes.loaded_globals(function.__code__):
         _loaded(to, function.__globals__, chain)
-    for imported in codes.imports(function.__code__):
+    for imported in codes.imported_by(function):
         _imported(to, imported)
 
 

@@ -17,6 +17,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import platform
+import re
 import sys
 import sysconfig
 import types
@@ -29,7 +30,7 @@ __all__ = [
     "cells_of",
     "constants_of",
     "globals_of",
-    "imports",
+    "imported_by",
     "installed",
     "is_users",
     "loaded_globals",
@@ -37,6 +38,7 @@ __all__ = [
     "package_of",
     "replaced_by_users",
     "source_of",
+    "with_imported",
 ]
 
 _GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
@@ -44,6 +46,11 @@ _ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 _BINDING = frozenset({"STORE_GLOBAL", "STORE_DEREF"})
 _IMPORT = frozenset({"IMPORT_NAME"})
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
+_IMPORTS = re.compile(
+    rb"^[ \t]*(?:from[ \t]*(\.*)[ \t]*([\w.]*)[ \t]+import\b[ \t]*(\([^)]*\)|(?:\\\r?\n|[^\n])*)"
+    rb"|import[ \t]+((?:\\\r?\n|[^\n])+))",
+    re.MULTILINE,
+)
 _LIBRARY = Path(sysconfig.get_path("stdlib")).resolve()
 
 
@@ -91,18 +98,86 @@ def _bound_by(code: types.CodeType) -> frozenset[str]:
     return frozenset(step.argval for step in _steps(code, _BINDING) if step.opname in _BINDING)
 
 
-@lru_cache(maxsize=4096)
-def imports(code: types.CodeType) -> tuple[str, ...]:
-    """Return the modules that ``code`` and the code nested in it import while they run.
+def imported_by(function: types.FunctionType) -> list[str]:
+    """Return the modules that a function, and the code nested in it, import while they run.
+
+    Of ``from package import part`` the part counts as well where it is a module of the user's.
 
     Example:
         >>> def f():
         ...     import math
-        >>> imports(f.__code__)
-        ('math',)
+        >>> imported_by(f)
+        ['math']
     """
-    steps = (step for each in _nested(code) for step in _steps(each, _IMPORT))
-    return tuple(dict.fromkeys(str(step.argval) for step in steps if step.opname in _IMPORT))
+    return _modules(_imports_of(function.__code__), _package(function.__globals__))
+
+
+def with_imported(modules: Iterable[str]) -> set[str]:
+    """Return modules of the user's, with those of the user's that their sources import, at any depth.
+
+    None of them need have been imported yet.
+    """
+    found, todo = set[str](), list(modules)
+    while todo:
+        name = todo.pop()
+        if name not in found and installed(name) is None:
+            found.add(name)
+            file = _file_of(name)
+            package = name if file is not None and file.stem == "__init__" else name.rpartition(".")[0]
+            if name == "__main__":
+                package = _package(vars(sys.modules[name]))
+            todo += _modules(_imports_in(source_of(name)), package)
+    return found
+
+
+def _package(names: Mapping[str, Any]) -> str:
+    """The package of a module, by its globals."""
+    package = names.get("__package__")
+    return package if isinstance(package, str) else str(names.get("__name__")).rpartition(".")[0]
+
+
+_Import = tuple[int, str, tuple[str, ...]]  # how many dots, the name after them, and what is taken from it
+
+
+def _modules(imports: Iterable[_Import], package: str) -> list[str]:
+    """The names of the modules that are imported from a module of this package."""
+    found: dict[str, None] = {}
+    for level, name, parts in imports:
+        whole = name
+        if level:
+            outer = package.split(".")
+            whole = ".".join(filter(None, (*outer[: max(len(outer) + 1 - level, 0)], name)))
+        if not whole:
+            continue
+        found[whole] = None
+        if parts and installed(whole) is None:
+            found.update(dict.fromkeys(each for part in parts if _file_of(each := f"{whole}.{part}")))
+    return list(found)
+
+
+@lru_cache(maxsize=4096)
+def _imports_of(code: types.CodeType) -> tuple[_Import, ...]:
+    found: dict[_Import, None] = {}
+    for each in _nested(code):
+        steps = [step for step in _steps(each, _IMPORT) if step.opname != "EXTENDED_ARG"]
+        for number, step in enumerate(steps):
+            if step.opname in _IMPORT:
+                level, parts = (before.argval for before in steps[number - 2 : number])
+                found[level, str(step.argval), tuple(parts or ())] = None
+    return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def _imports_in(source: bytes) -> tuple[_Import, ...]:
+    """What a source imports, and more: each word after ``import``, as what is no module is left out."""
+    found: dict[_Import, None] = {}
+    for dots, name, parts, names in _IMPORTS.findall(source):
+        words = re.findall(r"[\w.]+", (parts or names).decode(errors="replace"))
+        if names:
+            found.update(dict.fromkeys((0, word, ()) for word in words))
+        else:
+            found[len(dots), name.decode(errors="replace"), tuple(words)] = None
+    return tuple(found)
 
 
 @lru_cache(maxsize=4096)
@@ -269,18 +344,49 @@ def source_of(module: str) -> bytes:
 
 
 def _origin(module: str) -> Path | None:
-    """The file of a module; that of its root package if it has none or was not imported yet."""
-    root = module.partition(".")[0]
-    for name in (module, root):
-        # Not through __getattr__, which a lazy module may have; and sys.modules may hold other objects.
-        file = getattr(sys.modules.get(name), "__dict__", {}).get("__file__")
-        if isinstance(file, str):
-            return Path(file).resolve()
+    """The file of a module, imported or not; that of its root package if it has none."""
+    return _file_of(module) or _file_of(module.partition(".")[0])
+
+
+def _file_of(module: str) -> Path | None:
+    """The file of a module, found without importing it; None if it has none, or there is no such module."""
+    # Not through __getattr__, which a lazy module may have; and sys.modules may hold other objects.
+    file = getattr(sys.modules.get(module), "__dict__", {}).get("__file__")
+    if isinstance(file, str):
+        return Path(file).resolve()
+    root, *names = module.split(".")
+    for folder in _folders_of_package(root) if names else ():
+        for path in (folder.joinpath(*names, "__init__.py"), folder.joinpath(*names[:-1], f"{names[-1]}.py")):
+            with contextlib.suppress(OSError, ValueError):
+                if path.is_file():
+                    return path.resolve()
+    return None if names else _found(root)[0]
+
+
+def _folders_of_package(root: str) -> list[Path]:
+    """Where the modules of a package lie; nowhere, if it is a module alone."""
+    path = getattr(sys.modules.get(root), "__dict__", {}).get("__path__")
+    if path is None:
+        return _found(root)[1]
+    try:
+        return [Path(folder) for folder in path]
+    except Exception:  # of an object that a program has put in its place
+        return []
+
+
+def _found(root: str) -> tuple[Path | None, list[Path]]:
+    """The file of a module that is in no package, and where its parts lie if it is one itself."""
     try:
         spec = importlib.util.find_spec(root)
     except (ImportError, ValueError):
-        return None
-    return Path(spec.origin).resolve() if spec is not None and spec.has_location and spec.origin else None
+        return None, []
+    if spec is None:
+        return None, []
+    is_file = spec.has_location and spec.origin
+    return (
+        Path(spec.origin).resolve() if is_file and spec.origin else None,
+        [Path(folder) for folder in spec.submodule_search_locations or ()],
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from hotset.determinism.objects.code_dependencies import (
-    imports,
+    imported_by,
     installed,
     is_users,
     loaded_globals,
@@ -256,7 +256,7 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             value = vars(value).get(names.pop(0))
         if _may_hold(value, function):
             yield label, value
-    for imported in imports(code):
+    for imported in imported_by(function):
         module = sys.modules.get(imported)
         if isinstance(module, types.ModuleType) and installed(imported) is None:
             for name in sorted(names_in(code) & vars(module).keys()):
