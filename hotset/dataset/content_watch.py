@@ -15,7 +15,9 @@ of live transforms                   not: they run for each use
 torch's default dtype and device     compared: tensors are made with them
 globals of the user's modules,       compared if that code uses them; a change counts if one of a few cached
 attributes of the user's classes,    samples, read again, is another now
-variables of closures
+variables of closures, those of the
+environment, what a ``ContextVar`` or
+``threading.local`` stands for here
 what reading samples changes itself  not: neither what planning has seen to change (a counter of reads), nor
                                      what has changed while this process has read a pass, if a few samples
                                      are still what was cached of them

@@ -6,7 +6,10 @@ Each change is made over the cached dataset and over one without a cache; what l
 from __future__ import annotations
 
 import argparse
+import contextvars
 import ctypes
+import os
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -191,6 +194,48 @@ def test_a_change_of_what_code_reads_is_followed(change: str, loader: str, worke
     expected = list(DataLoader(Outside(), batch_size=4))
     equal_batches(got[2], expected)
     equal_batches(got[3], expected)
+
+
+CONTEXT = contextvars.ContextVar("CONTEXT", default=1)
+HERE = threading.local()
+
+
+class Around(Dataset[Any]):
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([index, int(os.environ["AROUND"]), CONTEXT.get(), HERE.shift])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [
+        (lambda: os.environ.update(AROUND="2"), N),
+        (lambda: CONTEXT.set(2), N),
+        (lambda: setattr(HERE, "shift", 2), 0),  # no fingerprint tells it from what it was
+    ],
+    ids=["environment", "context", "thread"],
+)
+def test_a_change_of_what_surrounds_code_is_followed(
+    change: Callable[[], Any], kept: int, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AROUND", "1")
+    HERE.shift = 1
+
+    def run() -> None:
+        with recorded() as told, hotset.cache(Around(), memory="1MiB") as cached:
+            got = _passes(cached, hotset.DataLoader, workers, change)
+            assert cached.stats().cached == kept
+            assert cached.stats().hits >= kept
+        assert any("has changed" in str(each.message) for each in told)
+        expected = list(DataLoader(Around(), batch_size=4))
+        assert not equal_passes(got[1], expected)
+        equal_batches(got[2], expected)
+        equal_batches(got[3], expected)
+
+    contextvars.copy_context().run(run)
 
 
 class Backwards(Chain):

@@ -41,7 +41,6 @@ from hotset.determinism.objects import code_dependencies as codes
 
 __all__ = ["describe_environment"]
 
-_READS_ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb", "expandvars"})
 _READS_DESCRIPTORS = frozenset({"pread", "preadv", "readv", "fdopen", "lseek", "sendfile"})
 _IMPORTS_BY_NAME = frozenset({"import_module", "__import__", "modules", "resolve_name", "locate"})
 _IN_TEXT = re.compile(r"\$\{?(\w+)")
@@ -67,7 +66,7 @@ def describe_environment(to: Describer) -> tuple[bytes, list[str]]:
     """
     names = frozenset[str]().union(*map(codes.names_in, to.codes))
     texts = [text for text in to.files.texts() if len(text) <= _LONGEST]
-    reads = to.reads_environment or names & _READS_ENVIRONMENT
+    reads = to.reads_environment or names & codes.READS_ENVIRONMENT
     variables, notes = _variables(texts) if reads else ([], [])
     modules = {name for name in to.modules if codes.installed(name) is None}
     if names & _IMPORTS_BY_NAME:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "READS_ENVIRONMENT",
     "cells_of",
     "constants_of",
     "globals_of",
@@ -40,6 +41,9 @@ __all__ = [
     "source_of",
     "with_imported",
 ]
+
+READS_ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb", "expandvars"})
+"""Names by which code reads the variables of the environment."""
 
 _GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 _ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
@@ -159,7 +163,7 @@ def _modules(imports: Iterable[_Import], package: str) -> list[str]:
 def _imports_of(code: types.CodeType) -> tuple[_Import, ...]:
     found: dict[_Import, None] = {}
     for each in _nested(code):
-        steps = [step for step in _steps(each, _IMPORT) if step.opname != "EXTENDED_ARG"]
+        steps = list(_steps(each, _IMPORT))
         for number, step in enumerate(steps):
             if step.opname in _IMPORT:
                 level, parts = (before.argval for before in steps[number - 2 : number])
@@ -424,7 +428,10 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
 def _steps(code: types.CodeType, wanted: frozenset[str]) -> Iterable[dis.Instruction]:
     """The instructions of code that has one of those wanted, or none: to make each takes microseconds."""
     numbers = {dis.opmap[name] for name in wanted & dis.opmap.keys()}
-    return () if numbers.isdisjoint(code.co_code[::2]) else dis.get_instructions(code)
+    if numbers.isdisjoint(code.co_code[::2]):
+        return ()
+    # Before an instruction with a large number, as of the 128th name, others hold its upper part.
+    return (step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG")
 
 
 def _chains(code: types.CodeType) -> Iterator[tuple[str, ...]]:

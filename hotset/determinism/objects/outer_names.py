@@ -6,18 +6,31 @@ the user's is given as an object whose attributes are these names, as they stand
 they can be compared like attributes of a dataset. So are the code, defaults and attributes of a function, and
 the class of an object: IPython's autoreload sets these, and leaves functions and objects in their places.
 
+So are the variables of the environment, if the code reads it, and the value that a ``ContextVar`` or a
+``threading.local`` of a module has here.
+
 A name that the code itself binds (``global count; count += 1``) is its own state, and does not count.
 """
 
 from __future__ import annotations
 
+import contextvars
+import os
+import threading
 import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from hotset.determinism.objects.code_dependencies import cells_of, globals_of, installed, is_users, names_in
+from hotset.determinism.objects.code_dependencies import (
+    READS_ENVIRONMENT,
+    cells_of,
+    globals_of,
+    installed,
+    is_users,
+    names_in,
+)
 from hotset.determinism.objects.reading_names import CALLED_UNNAMED
-from hotset.determinism.objects.safe_access import UNSET, content_of_cell, is_opaque
+from hotset.determinism.objects.safe_access import UNSET, content_of_cell, dict_of, is_opaque
 
 __all__ = ["outer_names"]
 
@@ -31,6 +44,7 @@ def outer_names(code: Iterable[Any], objects: Iterable[Any]) -> list[Any]:
     """
     found: dict[int, tuple[Any, set[str]]] = {}
     objects, functions = list(objects), dict[int, types.FunctionType]()
+    here = dict[str, Any]()
     named, kinds, closures = set[str](CALLED_UNNAMED), list[type](map(type, objects)), list[Any]()
     for each in code:
         if issubclass(type(each), type):
@@ -41,12 +55,24 @@ def outer_names(code: Iterable[Any], objects: Iterable[Any]) -> list[Any]:
             for names, name in globals_of(each):
                 if installed(str(names.get("__name__"))) is None:
                     found.setdefault(id(names), (names, set()))[1].add(name)
+                    here |= _value_here(name, names.get(name))
             closures += _closure(each)
     shown = [_shown(str(names.get("__name__")), names, used) for names, used in found.values()]
     users = {base for each in kinds if not is_opaque(each) for base in each.__mro__ if is_users(base)}
     shown += [_shown(each.__name__, vars(each), named) for each in users]
     shown += [_function(each, named) for each in functions.values()]
-    return [*shown, *closures, *map(_class_of, objects)]
+    if named & READS_ENVIRONMENT:
+        here["os.environ"] = _titled("os.environ", lambda: dict(os.environ))
+    return [*shown, *closures, *here.values(), *map(_class_of, objects)]
+
+
+def _value_here(name: str, value: Any) -> dict[str, Any]:
+    """What a variable holds whose value is another one in each context or thread; empty for any other."""
+    if type(value) is contextvars.ContextVar:
+        return {name: _titled(name, lambda: {"value": value.get(UNSET)})}
+    if issubclass(type(value), threading.local):
+        return {name: _titled(name, lambda: dict(dict_of(value) or {}))}
+    return {}
 
 
 def _function(function: types.FunctionType, used: set[str]) -> Any:
