@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import collections
 import contextlib
 import copy
@@ -467,6 +468,8 @@ DIFFERENT: list[tuple[str, Any, Any]] = [
     ("contents of a file in memory", io.BytesIO(b"a"), io.BytesIO(b"b")),
     ("iterators", iter([1, 2]), iter([1, 3])),
     ("modules", math, json),
+    ("seeds of samples", np.random.SeedSequence(1).spawn(2), np.random.SeedSequence(2).spawn(2)),
+    ("lengths that deques keep", collections.deque([1], 2), collections.deque([1], 3)),
 ]
 
 
@@ -643,6 +646,36 @@ def test_an_edited_module_counts_that_a_function_imports_as_it_runs(
     assert of(function) != before
     assert not any(name.partition(".")[0] == "kit" for name in sys.modules), "nothing was imported"
     codes.installed.cache_clear()
+
+
+@pytest.mark.parametrize("found", ["globals()['sca' + 'le'](x)", "eval('scale(x)')"])
+def test_an_edited_function_counts_that_code_finds_by_its_name(
+    found: str, module: Callable[[str], Any]
+) -> None:
+    source = f"def scale(x): return x * {{}}\ndef f(x): return {found}\n"
+    digests = [of(module(source.format(number)).f) for number in (2, 2, 3)]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_builtin_that_the_user_has_replaced_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    function = with_body("def f(x): return round(x)")
+    digests = [of(function)]
+    for replaced in (lambda x: x + 1, lambda x: x + 2):
+        monkeypatch.setattr(builtins, "round", replaced)
+        digests.append(of(function))
+    assert len({*digests}) == 3
+
+
+def test_what_a_function_of_many_names_reads_from_a_module_counts(module: Callable[[str], Any]) -> None:
+    """From the 128th name on, an instruction comes in two parts."""
+    users = module("")
+    others = "".join(f"    x = x.name{number}\n" for number in range(300))
+    function = with_body(f"def f(x):\n{others}    return users.options.size", users=users)
+    digests = []
+    for size in (1, 1, 2):
+        users.options = types.SimpleNamespace(size=size)
+        digests.append(of(function))
+    assert digests[0] == digests[1] != digests[2]
 
 
 def test_of_another_module_only_what_is_used_counts(module: Callable[[str], Any]) -> None:
@@ -976,6 +1009,9 @@ NAMING: list[tuple[str, Callable[[Path], Any]]] = [
         lambda folder: {f"{path}{'/..' * 0}": i for i, path in enumerate(every_file(folder))},
     ),
     ("array", lambda folder: np.array(every_file(folder))),
+    ("bytes", lambda folder: list(map(os.fsencode, every_file(folder)))),
+    ("column of bytes", lambda folder: list(map(os.fsencode, every_file(folder))) * 100),
+    ("array of bytes", lambda folder: np.array([list(map(os.fsencode, every_file(folder)))] * 2)),
     ("object array", lambda folder: np.array([Path(path) for path in every_file(folder)], object)),
     ("folder", str),
     ("folder and bare names", lambda folder: (folder, [Path(path).name for path in every_file(folder)])),

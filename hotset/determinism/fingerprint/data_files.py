@@ -1,9 +1,9 @@
 """The files that a dataset names: their sizes and dates, as part of its identity.
 
-A dataset does not say which of its strings are paths, so every string of its state is a candidate. A string
-that names a file counts with the file's size and time of change; one that names a folder stands for the files
-in it; any other string is ignored here. Candidates come singly (an attribute, a global constant) or as a
-column (the first members of a million ``(path, label)`` pairs).
+A dataset does not say which of its strings are paths, so every string of its state is a candidate, and so are
+bytes. A string that names a file counts with the file's size and time of change; one that names a folder
+stands for the files in it; any other string is ignored here. Candidates come singly (an attribute, a global
+constant) or as a column (the first members of a million ``(path, label)`` pairs).
 
 To ask for a million dates may take seconds on a local disk and many minutes over a network. So of a column
 hotset first looks at 64 evenly spread candidates, then at 1,024, then at all. The next round follows only if,
@@ -31,12 +31,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-__all__ = ["Files"]
+__all__ = ["LONGEST", "Decoded", "Files"]
 
 _ROUNDS = (64, 1024)
 _FILES_OF_FOLDERS = 20_000
-_LONGEST = 4096
+LONGEST = 4096
+"""What is longer than so many bytes is no path."""
 
 
 class Files:
@@ -52,16 +54,16 @@ class Files:
 
     def __init__(self) -> None:
         self._single: dict[str, bool] = {}
-        self._columns: list[list[str]] = []
+        self._columns: list[Sequence[str]] = []
         self._remote: dict[str, Callable[[], bytes]] = {}
         self.unreachable: list[str] = []
 
     def add(self, text: str, *, folder: bool = True) -> None:
         """Add one candidate. ``folder=False``: a constant in code, which may name a file but not a folder."""
-        if 0 < len(text) <= _LONGEST:
+        if 0 < len(text) <= LONGEST:
             self._single[text] = folder or self._single.get(text, False)
 
-    def add_column(self, texts: list[str]) -> None:
+    def add_column(self, texts: Sequence[str]) -> None:
         """Add many candidates of one kind."""
         self._columns.append(texts)
 
@@ -106,6 +108,28 @@ class Files:
             version = os.urandom(16)
         parts = name.encode("utf-8", "surrogatepass"), version
         return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+
+
+class Decoded(Sequence[str]):
+    """Candidates that are bytes, each decoded as it is asked for: most columns of bytes are no paths.
+
+    Many keep a million paths in an array of numpy's, whose dtype is ``S``, so that forked workers do not copy
+    the memory of a list.
+
+    Example:
+        >>> Decoded([b"a.jpg", b"b.jpg"])[1]
+        'b.jpg'
+    """
+
+    def __init__(self, encoded: Any) -> None:
+        self._encoded = encoded
+
+    def __len__(self) -> int:
+        return len(self._encoded)
+
+    def __getitem__(self, place: Any) -> Any:
+        text = self._encoded[place]
+        return os.fsdecode(text) if len(text) <= LONGEST else ""
 
 
 class _Column:

@@ -28,7 +28,7 @@ import numpy as np
 
 from hotset._interrupts import own_errors
 from hotset.determinism.declare import DeclaredCallable
-from hotset.determinism.fingerprint.data_files import Files
+from hotset.determinism.fingerprint.data_files import LONGEST, Decoded, Files
 from hotset.determinism.objects.object_graph import attributes
 from hotset.determinism.objects.safe_access import hides_attributes, is_opaque
 from hotset.store.leaves.instances import solid_base
@@ -86,6 +86,8 @@ class Describer:
         if kind in _ATOMS:
             if kind is str:
                 self.files.add(value, folder=not self._in_code)
+            elif kind is bytes and len(value) <= LONGEST:
+                self.files.add(os.fsdecode(value), folder=not self._in_code)
             elif kind is int and 2 < value < _DESCRIPTORS and not self._in_code:
                 self.numbers.add(value)
             return _ATOMS[kind](value)
@@ -191,6 +193,8 @@ class Describer:
             self._marshal(values)
             if str in kinds:
                 self.files.add_column([text for text in values if type(text) is str])
+            if bytes in kinds:
+                self.files.add_column(Decoded([text for text in values if type(text) is bytes]))
         elif len(kinds) > 1 or level == _COLUMN_LEVELS or (level and len(set(map(id, values))) < len(values)):
             # A shared object is better described once, and a cycle may be entered at it.
             self.put(b"E")
@@ -292,6 +296,11 @@ def _sequence(base: Any) -> Handler:
     return handler
 
 
+def _deque(to: Describer, value: Any) -> None:
+    _sequence(deque)(to, value)
+    to.add(vars(deque)["maxlen"].__get__(value))
+
+
 def _set(base: Any) -> Handler:
     def handler(to: Describer, value: Any) -> None:
         to.add(type(value))
@@ -373,7 +382,8 @@ def by_pickle(to: Describer, value: Any, *, without: str | None = None) -> None:
 
 # The plain value of a subclass's instance is read by the base's own method, as the subclass may override it.
 _CONTAINERS: dict[type | str, Handler] = {
-    **{base: _sequence(base) for base in (list, tuple, deque)},
+    **{base: _sequence(base) for base in (list, tuple)},
+    deque: _deque,
     **{base: _set(base) for base in (set, frozenset)},
     **{base: _atom_subclass(base.__pos__) for base in (int, float, complex)},
     str: _atom_subclass(str.__str__),

@@ -9,6 +9,7 @@ outside the program, :mod:`hotset.determinism.fingerprint.arrow_tables` and
 
 from __future__ import annotations
 
+import builtins
 import enum
 import functools
 import logging
@@ -30,6 +31,7 @@ import torch
 from hotset.determinism.equality import integers_of, palette_of
 from hotset.determinism.fingerprint.arrow_tables import OF_ARROW
 from hotset.determinism.fingerprint.content_hash import digest_of_bytes, file_behind
+from hotset.determinism.fingerprint.data_files import Decoded
 from hotset.determinism.fingerprint.data_frames import OF_DATA_FRAMES
 from hotset.determinism.fingerprint.describe import Describer, Handler, by_attributes, by_parts
 from hotset.determinism.fingerprint.handles import OF_HANDLES, by_type, with_own_state
@@ -56,6 +58,8 @@ _NOT_BODY = frozenset(
     )
 )
 _CONSTANTS = frozenset({bool, int, float, complex, str, bytes})
+# They read globals whose names the code need not have.
+_ANY_GLOBAL = frozenset({"globals", "eval", "exec"})
 _MEMBERS_OF_C = (
     types.WrapperDescriptorType,
     types.MethodDescriptorType,
@@ -65,7 +69,7 @@ _MEMBERS_OF_C = (
 )
 _NO_IDENTITY = (
     *(random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator),
-    *(np.random.SeedSequence, torch.Generator),
+    torch.Generator,
     *(weakref.ref, weakref.ProxyType, weakref.CallableProxyType),
     *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
     *(threading.Thread, logging.Filterer, logging.LoggerAdapter),
@@ -121,6 +125,8 @@ def _function(to: Describer, function: types.FunctionType) -> None:
         to.modules.add(module)
         return
     to.codes[function.__code__] = None
+    if _ANY_GLOBAL & {chain[0] for chain in codes.loaded_globals(function.__code__)}:
+        to.modules.add(module)
     for chain in codes.loaded_globals(function.__code__):
         _loaded(to, function.__globals__, chain)
     for imported in codes.imported_by(function):
@@ -132,9 +138,12 @@ def _loaded(to: Describer, names: dict[str, Any], chain: tuple[str, ...]) -> Non
 
     What it reads from a library is described by the library's version, unless a user has put it there.
     """
-    if chain[0] not in names:
-        return  # a builtin, or not defined yet: the code holds the name
-    value = names[chain[0]]
+    if chain[0] in names:
+        value = names[chain[0]]
+    else:  # a builtin, or not defined yet: the code holds the name
+        value = vars(builtins).get(chain[0])
+        if not codes.is_users(value):
+            return
     to.name(chain[0])
     for name in chain[1:]:
         if not issubclass(type(value), types.ModuleType):
@@ -161,8 +170,10 @@ def _imported(to: Describer, module: str) -> None:
 
 def _code(to: Describer, code: types.CodeType) -> None:
     to.put(b"K")
-    to.add(code.co_code, getattr(code, "co_exceptiontable", b""), code.co_flags)
-    to.add(code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount)
+    for part in (code.co_code, getattr(code, "co_exceptiontable", b"")):
+        to.count(len(part))
+        to.put(part)
+    to.add(code.co_flags, code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount)
     for names in (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars):
         to.count(len(names))
         to.name(*names)
@@ -236,6 +247,8 @@ def _array(to: Describer, array: Array | np.generic) -> None:
         to.elements(plain.ravel().tolist())
     else:
         _content(to, plain)
+        if plain.dtype.kind == "S" and plain.size:
+            to.files.add_column(Decoded(plain.reshape(-1)))
     to.state(array)
 
 
@@ -300,6 +313,8 @@ HANDLERS: dict[type | str, Handler] = {
     **OF_DATA_FRAMES,
     **OF_REMOTE_FILES,
     **dict.fromkeys(_NO_IDENTITY, with_own_state(by_type)),
+    # Of a generator's seed nothing is read; one that a dataset holds may give each sample its own generator.
+    np.random.SeedSequence: by_attributes(b"q", "entropy", "spawn_key", "pool_size"),
     **dict.fromkeys((torch.dtype, torch.layout, torch.memory_format, torch.qscheme, np.dtype), _by_text),
     **dict.fromkeys((type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)), _by_text),
     type: _class,
