@@ -118,6 +118,22 @@ def test_a_file_that_a_table_of_pandas_names_counts(kind: str | None, tmp_path: 
     assert of(paths) != before
 
 
+@pytest.mark.parametrize("column", ["texts", "chunks", "images"])
+def test_a_file_that_a_table_of_arrow_names_counts(column: str, tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    file = tmp_path / "a.txt"
+    file.write_text("a")
+    images = arrow.array([{"bytes": None, "path": str(file)}, {"bytes": b"b", "path": None}])
+    texts = arrow.array([None, str(file)])
+    table = arrow.table(
+        {"texts": texts, "chunks": arrow.chunked_array([texts[:1], texts[1:]]), "images": images}
+    )
+    before = fingerprint(table.select([column])).digest
+    assert fingerprint(table.select([column])).digest == before
+    file.write_text("other")
+    assert fingerprint(table.select([column])).digest != before
+
+
 def test_tables_of_polars_are_described(tmp_path: Path) -> None:
     polars = pytest.importorskip("polars")
 

@@ -3,7 +3,8 @@
 ======================  ===========================================================================
 what                    is described by
 ======================  ===========================================================================
-table, column, batch    what Arrow would write of it to a stream: schema, and the values of its rows
+table, column, batch    what Arrow would write of it to a stream: schema, and the values of its rows;
+                        the files that texts in them name
 table over large files  schema, the files (path, size, date), where in them each buffer lies, and the
                         first and the last row
 dataset of `datasets`   the table, the indices that select from it, features, format, own attributes
@@ -25,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from hotset.determinism.fingerprint.content_hash import READ_WHOLE, digest_of_bytes, mapped_files
+from hotset.determinism.fingerprint.data_files import OfArrow
 from hotset.determinism.fingerprint.describe import Describer, Handler, by_parts
 from hotset.determinism.objects.object_graph import attributes
 
@@ -56,6 +58,10 @@ class _Described:
 def _table(to: Describer, table: Any) -> None:
     to.put(b"R")
     to.add(type(table))
+    types = sys.modules["pyarrow"].types
+    for column in table.flatten().columns:  # also the paths in `datasets`' columns of images
+        if types.is_string(column.type) or types.is_large_string(column.type):
+            to.files.add_column(OfArrow(column))
     files = _files_behind(table)
     if files is None:
         _write(to, table)

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LONGEST", "Decoded", "Files"]
+__all__ = ["LONGEST", "Decoded", "Files", "OfArrow"]
 
 _ROUNDS = (64, 1024)
 _FILES_OF_FOLDERS = 20_000
@@ -130,6 +130,13 @@ class Decoded(Sequence[str]):
     def __getitem__(self, place: Any) -> Any:
         text = self._encoded[place]
         return os.fsdecode(text) if len(text) <= LONGEST else ""
+
+
+class OfArrow(Decoded):
+    """Candidates in a column of Arrow's that holds texts, each read as it is asked for."""
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._encoded[place].as_py() or ""  # None where one is missing
 
 
 class _Column:
