@@ -128,6 +128,11 @@ class TakesAnother(Own):
         return crop
 
 
+class CropsOrCropsAgain(Own):
+    def __getitem__(self, index: int) -> Any:
+        return sorted([self.transform(self.picture(index))]) or sorted([self.transform(self.picture(index))])
+
+
 class TakesTheNext(Own):
     def __getitem__(self, index: int) -> Any:
         crop = self.transform(self.picture(index))
@@ -193,7 +198,7 @@ class IsDecorated(Own):
 
 
 AGAIN = [CropsUntilThereIsSome, CropsForEver, CropsAFewTimes, CropsByAMethod, CropsTwice, TakesAnother]
-AGAIN += [CropsOnceMore, CropsOnceMoreByAMethod, CropsOnceMoreIntoItself, TakesTheNext]
+AGAIN += [CropsOnceMore, CropsOnceMoreByAMethod, CropsOnceMoreIntoItself, TakesTheNext, CropsOrCropsAgain]
 ON = [TriesAgain, TakesAnotherIfItRaises, TriesAgainAroundAll, GoesOnQuietly, IsDecorated]
 
 

@@ -166,7 +166,9 @@ def _tested(branch: int, steps: _Steps) -> list[int]:
         found.append(offset)
         depth += dis.stack_effect(steps[offset].opcode, steps[offset].arg, jump=False)
         if depth == 1:
-            break
+            if steps[offset].opname != "COPY":
+                break
+            depth = 0  # `or` and `and` test a copy of a value, which was computed before
     return found
 
 
