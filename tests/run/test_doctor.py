@@ -525,7 +525,7 @@ def seen(**changes: Any) -> Observed:
         trial={
             "plan": PLAN,
             "loaders": {"cached-2": tried(8000.0, 1e-4), "run-2": tried(1900.0, 1e-3)},
-            "run": {"hits": 9, "bytes": 6e5, "left_alone": ""},
+            "run": {"hits": 9, "bytes": 6e5, "called": "PIL.Image.Image.load", "left_alone": ""},
         },
     )
     return usual._replace(**changes)
@@ -951,7 +951,14 @@ def test_what_is_not_known_is_said() -> None:
     [
         ({"loaders": {}}, "ended before"),
         ({"loaders": {}, "refused": "the dataset can only be iterated over"}, "iterated over"),
-        ({"loaders": {}, "run": {"hits": 0, "bytes": 0, "left_alone": "load: no file"}}, "load: no file"),
+        (
+            {"loaders": {}, "run": {"hits": 0, "bytes": 0, "called": "a.load", "left_alone": "no file"}},
+            "that a.load returns: no file",
+        ),
+        (
+            {"loaders": {}, "run": {"hits": 0, "bytes": 0, "called": "", "left_alone": ""}},
+            "called no decoder",
+        ),
     ],
 )
 def test_what_hotset_run_would_give_is_told_only_if_it_was_tried(trial: dict[str, Any], telling: str) -> None:

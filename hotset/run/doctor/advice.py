@@ -502,9 +502,14 @@ def _of_decoders(seen: Observed) -> list[str]:
             or "the program ended before it could be tried"
         )
         return [f"What hotset run would give is not known: {why.rstrip('.')}."]
+    if not kept["called"]:
+        return [
+            "What hotset run would give is not known: the loader that was tried called no decoder that "
+            "hotset knows."
+        ]
     if not kept["hits"]:
         why = f": {kept['left_alone'].rstrip('.')}" if kept["left_alone"] else ""
-        return [f"hotset run would keep nothing that {seen.decoders[0].name} returns{why}."]
+        return [f"hotset run would keep nothing that {kept['called']} returns{why}."]
     return []
 
 

@@ -8,7 +8,8 @@ of the trial's own. ``found["run"]`` says what came of it:
 ================  ========================================================================================
 ``hits``          calls that found what was kept
 ``bytes``         kept for a sample
-``left_alone``    why calls were left alone, the most frequent reason; empty if none was
+``called``        the decoder that was called most; empty if none was
+``left_alone``    why its calls were left alone, the most frequent reason; empty if none was
 ================  ========================================================================================
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,15 +56,19 @@ def try_run(settings: LoaderSettings, step: StandIn | None, found: dict[str, Any
             part = _filled(settings)
             loader = MeasuredLoader(DataLoader, part, settings, settings.workers)
             rates = loader.measure(step)
-        kept = [stats for _, stats in store.functions()]
-        hits = sum(stats.hits for stats in kept)
-        left = read_left(options.ledger).items()
+        kept, left = store.functions(), read_left(options.ledger)
+        calls = Counter({name: stats.calls for name, stats in kept})
+        for (name, _), count in left.items():
+            calls[name] += count
+        called = max(calls, key=calls.__getitem__, default="")
+        reasons = {reason: count for (name, reason), count in left.items() if name == called}
         found["run"] = {
-            "hits": hits,
-            "bytes": sum(stats.bytes for stats in kept) / len(part),
-            "left_alone": ": ".join(max(left, key=lambda one: one[1])[0]) if left else "",
+            "hits": sum(stats.hits for _, stats in kept),
+            "bytes": sum(stats.bytes for _, stats in kept) / len(part),
+            "called": called,
+            "left_alone": max(reasons, key=reasons.__getitem__, default=""),
         }
-        if hits:
+        if found["run"]["hits"]:
             found["loaders"][f"run-{settings.workers}"] = rates
     except Exception as error:
         found["failed"][f"run-{settings.workers}"] = sentence_of(error)
