@@ -171,12 +171,19 @@ class ActiveWindow:
 
     def begin_next(self, processes: int, context: Any) -> None:
         """Begin the next epoch, unless the user has announced one since the last."""
+        ring = self.ring
         if not self._announced:
             self.begin(self._position.epoch + 1, processes, context)
+        elif ring is not None and self._start_workers(ring, processes, context):
+            assert self._pool is not None
+            self._pool.request(self._due(ring))
         self._announced = False
 
     def announce(self, epoch: int) -> None:
-        """Begin an epoch for the user; a loader that starts next does not begin another."""
+        """Begin an epoch for the user; a loader that starts next does not begin another.
+
+        Which loader that is, is not known yet, so one prefetch worker begins.
+        """
         self.begin(epoch, 1, None)
         self._announced = True
 
@@ -231,13 +238,25 @@ class ActiveWindow:
             if self._pool is not None:
                 self._pool.request(self._due(ring))
 
-    def _start_workers(self, ring: Ring, processes: int, context: Any) -> None:
-        """Make a pool of prefetch workers, if there is none and samples will be due."""
+    def _start_workers(self, ring: Ring, processes: int, context: Any) -> bool:
+        """Make a pool of prefetch workers, if samples will be due; returns whether it is another one now.
+
+        One with fewer workers, or no start method, gives way: no loader was known, or another one, when it
+        was made.
+        """
         if ring.invalidated:
             self.close()
-        elif self._pool is None and self.sizes.replaced + self._prefill:
-            self._pool = PrefetchPool(ring, self.read, processes=processes, context=context)
-            self._started = time.monotonic()
+            return False
+        pool = self._pool
+        named = pool is not None and pool.context is None and context is not None
+        if pool is not None and (pool.processes < processes or named):
+            self.raise_errors()
+            self.close()
+        if self._pool is not None or not self.sizes.replaced + self._prefill:
+            return False
+        self._pool = PrefetchPool(ring, self.read, processes=processes, context=context)
+        self._started = time.monotonic()
+        return True
 
     def _due(self, ring: Ring) -> Ids:
         """The entries that are to enter at the next boundary."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import multiprocessing
 import os
 import pickle
 import re
@@ -963,6 +964,23 @@ def test_there_are_as_many_helpers_as_workers_and_a_core_is_left(
         loader = hotset.DataLoader(cached, batch_size=4, num_workers=workers)
         next(iter(loader))
     assert begun == [helpers]
+
+
+def test_set_epoch_before_a_loader_begins_does_not_decide_on_the_helpers(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+
+    def helpers() -> list[str]:
+        return [type(each).__name__ for each in multiprocessing.active_children() if "fill" in each.name]
+
+    cached = make()
+    cached.set_epoch(0)
+    assert len(helpers()) == 1
+    for workers, context in ((2, "spawn"), (3, "spawn"), (0, None)):
+        next(iter(loader_over(cached, num_workers=workers, multiprocessing_context=context)))
+        assert helpers() == ["SpawnProcess"] * (workers or 3)
+        cached.set_epoch(workers + 1)
 
 
 def test_entries_far_ahead_never_hold_the_window_up(make: Make) -> None:

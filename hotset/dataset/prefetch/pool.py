@@ -57,6 +57,9 @@ class PrefetchPool:
         processes: the number of workers, at least 1.
         context: a multiprocessing context, or its name; None for torch's default, as in a DataLoader.
 
+    Attributes:
+        processes, context: the same.
+
     Raises:
         ValueError: there is no context of that name.
 
@@ -76,8 +79,8 @@ class PrefetchPool:
     """
 
     def __init__(self, store: Store, read: Read, *, processes: int, context: Any = None) -> None:
-        self._store, self._read, self._processes = store, read, processes
-        self._context: Any = (
+        self._store, self._read, self.processes = store, read, processes
+        self.context: Any = (
             torch.multiprocessing.get_context(context) if isinstance(context, str) else context
         )
         self._queue: PrefetchQueue | None = None
@@ -107,7 +110,7 @@ class PrefetchPool:
         wanted = len(ids) > 0 and not self._store.holds(ids)
         try:
             if self._queue is None:
-                self._queue = PrefetchQueue.create(self._processes)
+                self._queue = PrefetchQueue.create(self.processes)
             self._queue.post(ids)
             if wanted:
                 self._start_workers(self._queue)
@@ -158,10 +161,10 @@ class PrefetchPool:
             self.close()
 
     def _start_workers(self, queue: PrefetchQueue) -> None:
-        context = self._context or torch.multiprocessing  # its default is set at its first use, not sooner
+        context = self.context or torch.multiprocessing  # its default is set at its first use, not sooner
         attachment = Attachment(self._store, None, "")
         attachment.watch(self._store.filler.watch)
-        for number in range(self._processes):
+        for number in range(self.processes):
             if number in self._workers:
                 continue
             queue.done[number] = NOT_BEGUN
