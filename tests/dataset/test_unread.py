@@ -653,6 +653,34 @@ def test_what_was_kept_before_planning_stays(path: Path) -> None:
     Outside.file = None
 
 
+@functools.cache
+def kept_dicts(path: Path | int) -> Any:
+    return {path: path} if isinstance(path, int) else Handle(path)
+
+
+@functools.lru_cache(maxsize=4)
+def few_dicts(path: Path | int) -> Any:
+    return {path: path} if isinstance(path, int) else Handle(path)
+
+
+@pytest.mark.parametrize("get", [kept_dicts, few_dicts])
+def test_what_a_memo_kept_before_stays_in_it_alone(get: Any, path: Path) -> None:
+    for number in range(6):
+        get(number)
+    size, newest = get.cache_info().currsize, get(5)
+    with hotset.cache(Outside(path, get), memory="1MiB") as cached:
+        assert get.cache_info().currsize in (size, size - 1), "for the file, the oldest one was dropped"
+        assert get(5) is newest
+        misses = get.cache_info().misses
+        assert get(path) is not None
+        assert get.cache_info().misses == misses + 1, "the file is opened anew"
+        list(DataLoader(cached, num_workers=1))
+        for number in range(20):
+            assert get(number) == {number: number}
+        assert get.cache_info().currsize == (get.cache_info().maxsize or 21)
+    get.cache_clear()
+
+
 READINGS = torch.zeros(1, dtype=torch.int64).share_memory_()
 WRITTEN = np.frombuffer(mmap.mmap(-1, 8), np.int64)
 

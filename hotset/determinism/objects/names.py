@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import operator
 import types
 from collections.abc import Callable, Container
@@ -25,6 +26,8 @@ Counts = Callable[[Any, Any], bool]
 """Whether a name of an owner counts."""
 
 _MEMO = type(functools.lru_cache(operator.is_))
+_LINK = "_lru_list_elem"  # the class of what it keeps in order
+_MOST_CALLS = 4096  # that a memo may keep, for what is added to be taken out
 
 
 def is_its_own(owner: Any, name: Any) -> bool:
@@ -35,7 +38,7 @@ def is_its_own(owner: Any, name: Any) -> bool:
 class Names:
     """The attributes of an object or class, or the globals and enclosing names that a function reads.
 
-    What ``functools.lru_cache`` keeps cannot be set; one that was empty is emptied.
+    From what ``functools.lru_cache`` keeps, what was added is taken out.
 
     Args:
         owner: the object, class or function.
@@ -74,7 +77,8 @@ class Names:
                 if (found := HeldValue.of(value, room)) is not None:
                     self.seen[name] = found
         held = vars(owner) if code and issubclass(type(owner), type) else self.held
-        self._empty = [memo for memo in map(_memo, list(held.values())) if _is_empty(memo)]
+        memos = [memo for memo in map(_memo, list(held.values())) if memo is not None]
+        self._memos = [(memo, _known_calls(memo)) for memo in memos]
 
     def now(self) -> dict[Any, Any] | None:
         """What all names stand for now; None if the owner does not show them."""
@@ -98,9 +102,8 @@ class Names:
         for each in self.seen.values():
             with contextlib.suppress(Exception):  # of a stranger's code: it keeps what it holds now
                 each.put_back(threads, shared=self._shared)
-        for memo in self._empty:
-            if not _is_empty(memo):
-                memo.cache_clear()
+        for memo, known in self._memos:
+            _forget_all_but(memo, known)
 
     def _is_named(self, name: Any, threads: Container[Any]) -> bool:
         if isinstance(name, tuple):
@@ -162,5 +165,33 @@ def _memo(value: Any) -> Any:
     return value if type(value) is _MEMO else None
 
 
-def _is_empty(memo: Any) -> bool:
-    return memo is not None and memo.cache_info().currsize == 0
+def _known_calls(memo: Any) -> dict[int, Any] | None:
+    """The keys of the calls whose results a memo keeps, by their id, as they may be slow to compare.
+
+    None if they are too many, or cannot be told.
+    """
+    if not (size := memo.cache_info().currsize):
+        return {}
+    kept = _kept_by(memo) if size <= _MOST_CALLS else None
+    return {id(key): key for key in kept} if kept is not None else None
+
+
+def _forget_all_but(memo: Any, known: dict[int, Any] | None) -> None:
+    """Take out of a memo what it keeps of other calls than these."""
+    if known:
+        kept = _kept_by(memo) or {}
+        for key in [key for key in kept if id(key) not in known]:
+            del kept[key]  # a memo bears that: another thread may do so
+    elif known is not None and memo.cache_info().currsize:
+        memo.cache_clear()
+
+
+def _kept_by(memo: Any) -> dict[Any, Any] | None:
+    """The dict in which a memo that is not empty keeps results by key; it has no name, but the collector
+    knows it.
+    """
+    info, own = memo.cache_info(), getattr(memo, "__dict__", None)
+    found = [each for each in gc.get_referents(memo) if type(each) is dict and each is not own]
+    if info.maxsize is not None:  # results are among what it refers to; the dict has links to them
+        found = [each for each in found if {type(link).__name__ for link in each.values()} == {_LINK}]
+    return found[0] if len(found) == 1 and len(found[0]) == info.currsize else None
