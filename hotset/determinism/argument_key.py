@@ -235,6 +235,8 @@ def _other(to: _Description, value: Any, depth: int) -> None:
     elif isinstance(value, np.generic) and not value.dtype.hasobject:
         to.put(b"nd", _dtype(value.dtype))
         to.put(b"n", value.tobytes())
+    elif isinstance(value, np.dtype):
+        to.put(b"ny", _dtype(value))
     elif isinstance(value, enum.Enum):
         to.put_name(b"e", kind)
         # Combined flags, and none of them, may be without a name.

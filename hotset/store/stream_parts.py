@@ -233,14 +233,15 @@ class StreamPart:
         """Whether this pass still records it."""
         return int(self._row[Slot.PART_PASS]) == self._pass
 
-    def disown(self) -> None:
+    def disown(self, owner: int = Slot.PART_OWNER, of_pass: int = Slot.PART_PASS) -> None:
         """Let others record it.
 
         Without the lock, as a run of a stream that is collected calls this, perhaps while its thread has the
         lock. If a later pass takes over just then, other programs may record the part instead of that one.
         """
-        if self.is_own:
-            self._row[Slot.PART_OWNER] = 0
+        # The defaults are bound here: at the interpreter's end, this module's own names may be gone.
+        if int(self._row[of_pass]) == self._pass:
+            self._row[owner] = 0
 
     def note(self, kept: int) -> bool:
         """Note that so many of its first samples are recorded; False if this pass does not record it."""

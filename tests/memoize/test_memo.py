@@ -129,6 +129,7 @@ ARGUMENTS: list[tuple[Any, Any]] = [
     (torch.zeros(3), np.zeros(3, np.float32)),
     (slice(1, 2), range(1, 2)),
     (torch.float32, torch.float64),
+    (np.dtype("f4"), np.dtype("f8")),
     (int, float),
     (1j, 1.0),
     (..., None),

@@ -13,7 +13,7 @@ from programs import Programs
 PROGRAM = """
 {first}
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 import hotset
 from hotset.session import sessions
@@ -25,6 +25,11 @@ class Squares(Dataset):
 
     def __getitem__(self, i):
         return torch.full((8, 8), float(i * i)), i
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return (torch.full((8, 8), float(i)) for i in range(64))
 
 
 def noise(sample):
@@ -52,6 +57,7 @@ if __name__ == "__main__":
     slots.set_slot(0, torch.ones(2))
     window = hotset.cache(Squares(), memory="64KiB", window=hotset.Window(resident=16))
     moving = begin(hotset.DataLoader(window, batch_size=4))
+    recorded = begin(hotset.DataLoader(hotset.cache(Stream(), memory="1MiB"), batch_size=4))
     circle = [cached, local, shared, slots, window]
     circle.append(circle)
     print("whole")
