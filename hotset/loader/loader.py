@@ -519,7 +519,10 @@ class DataLoader(TorchDataLoader[T]):
             copy.__dict__["sampler" if self.batch_sampler is None else "batch_sampler"] = self._recorded
         if self.num_workers:
             copy.__dict__["worker_init_fn"] = WorkerInit(self.worker_init_fn)
-        return TorchDataLoader._get_iterator(copy)
+        begun = TorchDataLoader._get_iterator(copy)
+        if self._recorded is not None:
+            self._recorded.began()
+        return begun
 
     def _local_gather(self, route: Route) -> LocalGather | None:
         single = route.single

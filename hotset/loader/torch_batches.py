@@ -42,6 +42,10 @@ class RecordedOrder:
         first = list(itertools.islice(begun, 1))  # now, as it may draw, and torch's loader draws as well
         return self._drawn(itertools.chain(first, begun))
 
+    def began(self) -> None:
+        """The pass has begun: that of persistent workers who are used again begins with draws of its own."""
+        self._begin = None
+
     def _drawn(self, indices: Iterator[Any]) -> Iterator[Any]:
         for index in indices:
             self.sizes.append(samples_in(index))

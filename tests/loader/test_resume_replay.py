@@ -115,6 +115,31 @@ def test_the_order_of_torchs_persistent_workers_is_resumed(
     )
 
 
+def test_passes_after_a_resumed_one_have_orders_of_their_own() -> None:
+    """A state of a pass without workers is loaded into a loader with persistent ones."""
+
+    def make(workers: int) -> Any:
+        dataset = Samples(image_and_label, N)
+        return hotset.DataLoader(
+            dataset, batch_size=4, shuffle=True, num_workers=workers, persistent_workers=workers > 0
+        )
+
+    seed_everything(1)
+    loader = make(0)
+    batches = iter(loader)
+    next(batches)
+    state, rest = loader.state_dict(), list(batches)
+    loader = make(2)
+    loader.load_state_dict(state)
+    same(list(loader), rest)
+    passes, drawn = [], []
+    for _ in range(3):
+        passes.append([label for _, labels in loader for label in labels.tolist()])
+        drawn.append(float(torch.rand(())))
+    assert all(sorted(order) == sorted(passes[0]) for order in passes)
+    assert len(set(map(tuple, passes))) == len(set(drawn)) == 3
+
+
 # ---- beside torchdata --------------------------------------------------------------------------------
 
 
