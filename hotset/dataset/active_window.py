@@ -231,7 +231,11 @@ class ActiveWindow:
             self._pool.request(self._due(ring))
 
     def prepare(self, processes: int, context: Any) -> None:
-        """Have the samples prepared that are due at the next boundary; see :meth:`begin`."""
+        """Go on with the present epoch: have the samples prepared that are due at the next boundary.
+
+        See :meth:`begin`. If the user has announced this epoch, that does not count for the next one.
+        """
+        self._announced = False
         ring = self.ring
         if ring is not None:
             self._start_workers(ring, processes, context)

@@ -631,6 +631,19 @@ def test_an_epoch_begun_by_set_epoch_is_not_begun_again_by_the_loader(make: Make
     assert (current_of(cached).window.position.epoch, cursor_of(cached)) == (3, 3 * R)
 
 
+def test_an_epoch_that_is_resumed_and_announced_is_followed_by_the_next(make: Make) -> None:
+    loader = loader_over(make())
+    numbers(loader)
+    training(batches := iter(loader), 2)
+    state = through_a_checkpoint(loader.state_dict())
+    expected = [numbers(batches), numbers(loader), numbers(loader)]
+    again = make()
+    loader = loader_over(again)
+    loader.load_state_dict(state)
+    again.set_epoch(1)
+    assert [numbers(loader) for _ in range(3)] == expected
+
+
 def test_the_window_continues_if_epochs_are_counted_from_0_again(make: Make) -> None:
     """A second training in one process: its epochs continue the window."""
     cached = make()
