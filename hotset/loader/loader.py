@@ -458,6 +458,7 @@ class DataLoader(TorchDataLoader[T]):
         read_by = passes, passes.ids() if route is not None else None
         if self._read_by is not None and any(map(operator.is_not, read_by, self._read_by)):
             self._end_workers()
+            self._forget()
         self._read_by = read_by
 
     def _torch_iterator(self) -> Any:
@@ -494,16 +495,25 @@ class DataLoader(TorchDataLoader[T]):
                     f"a transform or attribute of {now[0].plan.name} was set, and persistent workers have "
                     "the dataset as it was; make another loader, or leave out persistent_workers=True."
                 )
-            self._known = self._watched = None
+            self._forget()
         self._currents = now
 
     def _live_generators(self) -> Generators:
         """The generators that live transforms, and samples as they are read, draw from in this process."""
         if self._watched is None:
-            route, collate = self._route(), self.collate_fn
-            parts = random_parts(route, collate) if route is not None else [self.dataset, collate]
+            stream, route = self._stream, self._route()
+            if stream is not None:  # the same ones, whether a pass runs it or reads what was recorded
+                parts = [self.dataset, *passes_of(stream).access.source.random_parts, self.collate_fn]
+            elif route is not None:
+                parts = random_parts(route, self.collate_fn)
+            else:
+                parts = [self.dataset, self.collate_fn]
             self._watched = Generators(parts)
         return self._watched
+
+    def _forget(self) -> None:
+        """Forget what is known of the dataset: it is another, or read by something else."""
+        self._known = self._watched = self._local_generators = None
 
     # ---- routes --------------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from helpers import (
     seed_everything,
 )
 from kills import child, ended
+from resuming import DrawsFromAll
 from stores import attached, ids, opened, store_of
 from streams import Numbers, Shuffled, share, values
 from torch.utils.data import (
@@ -590,6 +591,33 @@ class TestRecorded:
             other = hotset.DataLoader(stream, batch_size=4, shuffle=True, num_workers=resumed_with)
             other.load_state_dict(state)
             assert values(other) == rest
+
+    @pytest.mark.parametrize("is_same", [False, True], ids=["another loader", "the same loader"])
+    @pytest.mark.parametrize("passes", [0, 1])
+    @pytest.mark.parametrize("consumed", [0, 3, 15])
+    def test_a_state_holds_the_generators_of_live_transforms(
+        self, consumed: int, passes: int, is_same: bool
+    ) -> None:
+        def make() -> Any:
+            stream = hotset.cache(Numbers(N), transform=[DrawsFromAll()], memory="10MiB")
+            return hotset.DataLoader(stream, batch_size=4)
+
+        loader = make()
+        for _ in range(passes):
+            assert loader.state_dict()
+            list(loader)
+        batches = iter(loader)
+        for _ in range(consumed):
+            next(batches)
+        state = loader.state_dict()
+        expected = list(batches), list(loader)
+        other = loader if is_same else make()
+        if passes and not is_same:
+            other.dataset.fill()
+        other.load_state_dict(state)
+        equal_batches((list(other), list(other)), expected)
+        for each in (loader, other):
+            each.dataset.close()
 
     @pytest.mark.parametrize("is_recorded", [False, True])
     def test_a_state_of_the_first_pass_goes_on_in_the_streams_order(self, is_recorded: bool) -> None:

@@ -14,6 +14,7 @@ from resuming import (
     BATCHES,
     ORDERS,
     Caches,
+    DrawsFromAll,
     EagerBatches,
     N,
     check,
@@ -243,6 +244,33 @@ def test_a_resumed_loader_is_resumed_again(caches: Caches) -> None:
     loader = make(2)
     loader.load_state_dict(state)
     same(training(loader), expected)
+
+
+def test_a_state_holds_the_generators_of_a_transform_that_was_set_meanwhile() -> None:
+    class Pictures(Samples):
+        transform: Any = DrawsFromAll()
+
+        def __getitem__(self, index: int) -> Any:
+            return self.transform(super().__getitem__(index))
+
+    def make() -> Any:
+        cached = hotset.cache(Pictures(image_and_label, N), memory="4MiB")
+        return hotset.DataLoader(cached, batch_size=4)
+
+    loader = make()
+    training(loader)
+    assert loader.state_dict()
+    loader.dataset.transform = DrawsFromAll()
+    batches = iter(loader)
+    training(batches, 2)
+    state = through_a_checkpoint(loader.state_dict())
+    expected = training(batches)
+    other = make()
+    other.dataset.transform = DrawsFromAll()
+    other.load_state_dict(state)
+    same(training(other), expected)
+    for each in (loader, other):
+        each.dataset.close()
 
 
 @pytest.mark.parametrize("is_cached", [True, False])
