@@ -64,7 +64,7 @@ from hotset.loader.state import (
     read_state,
 )
 from hotset.loader.stream_order import StreamSampler
-from hotset.loader.stream_reading import rest_of_stream, warn_of_order
+from hotset.loader.stream_reading import batches_of, rest_of_stream, warn_of_order
 from hotset.loader.torch_batches import FollowedBy, RecordedOrder, TorchBatches
 from hotset.loader.worker_batches import WorkerBatches
 from hotset.loader.worker_messages import BatchMessage
@@ -202,6 +202,11 @@ class DataLoader(TorchDataLoader[T]):
         return self.batch_sampler if self.batch_sampler is not None else self.sampler
 
     @property
+    def _samples_in_order(self) -> Any:
+        """The sampler that gives the indices one by one."""
+        return self.sampler
+
+    @property
     def _fresh(self) -> bool:
         """Whether the next pass starts workers, if there are any."""
         return not (self.persistent_workers and self._workers_begun)
@@ -236,9 +241,19 @@ class DataLoader(TorchDataLoader[T]):
         left = self._rest
         if self._stream is None or left is None:
             return batches_of_cache
-        skip = max(run.batches - len(self._order), 0)
+        skip = self._consumed_of_rest(left, run)
         run.followed = True
         return FollowedBy(batches_of_cache, partial(rest_of_stream, self, self._stream, left, run, skip))
+
+    def _consumed_of_rest(self, left: StreamRest, run: EpochProgress) -> int:
+        """How many batches were consumed, in a pass that is resumed, of those that follow the cached ones."""
+        if not run.batches:
+            return 0
+        if cut_of(self.batch_sampler, self.sampler).batch_size is None:
+            return max(run.batches - len(self._order), 0)
+        # Not by batches: those from the cache may have had another size.
+        sizes = left.sizes(self.batch_size, drop_last=self.drop_last)
+        return batches_of(run.samples - len(self._samples_in_order), sizes)
 
     def _from_cache(self, route: Route, run: EpochProgress, batches: Any) -> Iterator[Any]:
         all_cached = route.all_present() and not self._workers_may_change_dataset()
@@ -325,6 +340,8 @@ class DataLoader(TorchDataLoader[T]):
         saved = read_state(state, self._identity_for(state), cut, self.num_workers, self._header()["windows"])
         if self._route() is None or (self._stream is not None and _is_of_stream(state)):
             saved.require_replay(self, cut)
+        elif self._rest is not None and saved.position.samples > len(self._samples_in_order):
+            saved.require_size(cut)
         saved.restore_samplers(Beginning(self))
         for window, position in zip(self._windows(), saved.windows, strict=True):
             window.go_to(position)

@@ -222,6 +222,19 @@ class SavedState:
                 "it with persistent_workers=True."
             )
 
+    def require_size(self, cut: BatchCut) -> None:
+        """Make sure that the rest of a stream, of which some batches were consumed, comes in such batches.
+
+        Raises:
+            StateError: its batches had another size.
+        """
+        if self.under_way and self.cut.batch_size != cut.batch_size:
+            raise StateError(
+                f"batch_size must be {self.cut.batch_size} as in the state, got {cut.batch_size}: it is from "
+                "the end of a pass, which comes from the stream itself in batches of that size; load it with "
+                f"batch_size={self.cut.batch_size}."
+            )
+
     def has_moved_on(self, beginning: Beginning, windows: Sequence[ActiveWindow]) -> bool:
         """Whether the user has since set a sampler or a window to another epoch, which wins; warns if so."""
         now = [own.get("epoch") for own in beginning.sampler_states()]

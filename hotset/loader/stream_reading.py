@@ -8,7 +8,8 @@ has to be read by as many as recorded it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from hotset.loader.stream_order import StreamSampler
 from hotset.loader.torch_batches import TorchBatches
 from hotset.loader.worker_process import torch_loader
 
-__all__ = ["rest_of_stream", "warn_of_order"]
+__all__ = ["batches_of", "rest_of_stream", "warn_of_order"]
 
 
 def warn_of_order(stream: CachedStream[Any], sampler: Any, batch_size: int | None, *, is_read: bool) -> None:
@@ -82,6 +83,16 @@ def rest_of_stream(
     recording = followed_passes(stream).recording(workers, rest=rest)
     batches = iter(torch_loader(loader, recording, loader.batch_size, loader.drop_last, **changed))
     return TorchBatches(batches, run, sizes, loader.batch_size or 1, skip)
+
+
+def batches_of(samples: int, sizes: Iterable[int]) -> int:
+    """How many batches of these sizes hold so many samples.
+
+    Example:
+        >>> batches_of(5, [4, 4, 2]), batches_of(-1, [4])
+        (2, 0)
+    """
+    return sum(before < samples for before in itertools.accumulate(sizes, initial=0))
 
 
 def _apart_from(generator: torch.Generator | None) -> torch.Generator:

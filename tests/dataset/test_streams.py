@@ -1102,6 +1102,39 @@ class TestTooLittleRoom:
         assert sorted(before + rest) == list(range(N))
         stream.close()
 
+    @pytest.mark.parametrize(("first", "consumed", "then"), [(2, 8, 16), (4, 5, 6), (16, 1, 4), (4, 3, 2)])
+    def test_a_state_resumes_with_another_batch_size(self, first: int, consumed: int, then: int) -> None:
+        stream = hotset.cache(Numbers(N, shape=(4096,)), memory="400KiB")
+        loader = hotset.DataLoader(stream, batch_size=first)
+        quiet(loader)
+        with recorded():
+            batches = iter(loader)
+            before = [number for _ in range(consumed) for number in next(batches)[1].tolist()]
+            other = hotset.DataLoader(stream, batch_size=then)
+            other.load_state_dict(loader.state_dict())
+            rest = iter(other)
+            before += next(rest)[1].tolist()
+            again = hotset.DataLoader(stream, batch_size=then)
+            again.load_state_dict(other.state_dict())
+            assert before + values(again) == before + values(rest) == list(range(N))
+        stream.close()
+
+    def test_the_end_of_a_pass_resumes_with_its_batch_size_only(self) -> None:
+        stream = hotset.cache(Numbers(N, shape=(4096,)), memory="400KiB")
+        loader = hotset.DataLoader(stream, batch_size=4)
+        quiet(loader)
+        with recorded():
+            batches = iter(loader)
+            for _ in range(13):
+                next(batches)
+            state = loader.state_dict()
+            said = failure(lambda: hotset.DataLoader(stream, batch_size=8).load_state_dict(state))
+        assert said is not None
+        assert said.kind is hotset.StateError
+        assert "batch_size must be 4" in said.text
+        assert is_a_sentence(said.text)
+        stream.close()
+
 
 class TestOtherSamples:
     def test_another_number_of_workers_records_anew(self) -> None:
