@@ -107,9 +107,9 @@ class FakeGraphs:
     """Graphs of a device whose memory is the training's tensors.
 
     A capture runs the step's Python, and leaves every tensor of the device as it was, as no kernel has run;
-    what the step has made is uninitialised (NaN). A replay does the step under the settings that were
-    captured, and insists on finding the optimizer's tensors where the capture found them. It writes gradients
-    to those of the capture, whichever the parameters have by then.
+    what the step has made is uninitialised (NaN). A replay does the step under the settings and values that
+    were captured, and insists on finding the optimizer's tensors where the capture found them. It writes
+    gradients to those of the capture, whichever the parameters have by then.
 
     Args:
         training: whose tensors are on the device.
@@ -160,6 +160,7 @@ class FakeGraphs:
         self.captures += 1
         optimizer = self._training.optimizer
         constants = [_settings(group) for group in optimizer.param_groups]
+        values = self._values()
         places = self._places()
         gradients = self._gradients()
         with self._no_kernel_runs():
@@ -181,6 +182,8 @@ class FakeGraphs:
             now = [_settings(group) for group in optimizer.param_groups]
             for group, constant in zip(optimizer.param_groups, constants, strict=True):
                 group.update(constant)
+            held = self._values()
+            self._set(values)
             bound = [one.grad for one in parameters]
             made = fn()
             for one, own, before in zip(parameters, captured, bound, strict=True):
@@ -189,11 +192,21 @@ class FakeGraphs:
                 one.grad = before
             for group, setting in zip(optimizer.param_groups, now, strict=True):
                 group.update(setting)
+            self._set(held)
             for static, value in zip(tensors_of(out), tensors_of(made), strict=True):
                 static.copy_(value.detach())
 
         self._made.add(replay)
         return replay, out
+
+    def _values(self) -> list[dict[str, Any]]:
+        """Numbers and modes that the step's Python reads."""
+        owners = (self._training, *self._training.network.modules())
+        return [{k: v for k, v in vars(one).items() if isinstance(v, (int, float))} for one in owners]
+
+    def _set(self, values: list[dict[str, Any]]) -> None:
+        for one, held in zip((self._training, *self._training.network.modules()), values, strict=True):
+            vars(one).update(held)
 
     def _gradients(self) -> list[Tensor]:
         return [one.grad for one in self._training.network.parameters() if one.grad is not None]

@@ -293,6 +293,7 @@ class Step:
         self._replaced: list[Callable[[], None]] = []  # they keep the pool, until another graph does
         self._bound: _Graph | None = None  # whose gradients those of the parameters are known to be
         self._settings: list[Any] = []
+        self._values: list[Any] = []  # as the step's Python has found, or left, them
         self._said = False
         self.why: str | None = None
 
@@ -315,7 +316,7 @@ class Step:
             self._pool, self._replaced = pool, graphs
 
     def begin(self) -> None:
-        """Begin a call: if a setting has changed since the last one, the step is captured again.
+        """Begin a call: if a setting or value has changed since the last one, the step is captured again.
 
         Before the capture comes one eager step, which creates what the optimizer lacks (the momentum of
         parameters that were frozen). So a setting that changes before every single step costs no captures.
@@ -331,10 +332,10 @@ class Step:
             self._warm_up = _WARM_UP_RANKS if self._groups else _WARM_UP
         self._host.make_capturable()
         self._bound = None
-        settings = self._host.settings()
-        if settings != self._settings:
+        now = self._host.settings(), self._host.values()
+        if now != (self._settings, self._values):
             self._renew()
-            self._settings = settings
+            self._settings, self._values = now
 
     def __call__(self, batch: Any) -> Any:
         """Run one step; :meth:`begin` was called before. The next step may overwrite the result."""
@@ -398,6 +399,7 @@ class Step:
                 )
         if shape is not None:
             shape.left = max(shape.left - 1, 0)
+        self._values = self._host.values()
         return result
 
     def _may_capture(self, shape: _Shape | None) -> bool:
@@ -440,6 +442,7 @@ class Step:
             why = _reason(error, ranks=bool(self._groups))
         finally:
             saved.put_back()
+            self._values = self._host.values()
             if shape.graph is None:
                 saved.put_back_gradients()
         good = why is None

@@ -39,6 +39,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hotset.determinism.draws.rng import Generators
 from hotset.determinism.objects.object_graph import within_reach
+from hotset.device.host_values import HostValues
 
 __all__ = ["Gradients", "HostState", "Rehearsal", "Saved"]
 
@@ -80,6 +81,12 @@ class HostState:
         parallel = _found(fn, DistributedDataParallel)
         self.groups: list[Any] = list({id(one.process_group): one.process_group for one in parallel}.values())
         self._parameters: list[torch.Tensor] = _found(fn, torch.nn.Parameter)
+        # Of ranks that capture together none may do so alone, and what each prints or counts is its own.
+        self._values = HostValues(fn, modes_alone=bool(self.groups))
+
+    def values(self) -> list[Any]:
+        """The plain values that the step's Python may read: see :mod:`hotset.device.host_values`."""
+        return self._values.now()
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters within reach, and those of the optimizers."""

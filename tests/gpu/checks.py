@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -585,6 +586,22 @@ def evaluation_between_sinks_changes_nothing(device: str) -> None:
     _equal_runs(device, run)
 
 
+def modes_and_numbers_that_change_between_calls_are_followed(device: str) -> None:
+    def run(graph: Any) -> Any:
+        training, settings = Training(device, dropout=0.5), types.SimpleNamespace(weight=1.0)
+        training.step = training_step(
+            training.network, training.optimizer, lambda images: grey(images) * settings.weight
+        )
+
+        def change() -> None:
+            settings.weight *= 0.8
+            training.network.train(not training.network.training)
+
+        return losses_of(training, loader_of(digits()), device, 20, graph, change)[0]
+
+    _equal_runs(device, run)
+
+
 def loaded_weights_are_trained_on(device: str) -> None:
     def run(graph: Any) -> Any:
         training = _normed(device)
@@ -1060,6 +1077,7 @@ CHECKS: list[Callable[[str], None]] = [
     loaded_states_are_captured_anew,
     batch_norm_and_clipping_are_captured,
     evaluation_between_sinks_changes_nothing,
+    modes_and_numbers_that_change_between_calls_are_followed,
     loaded_weights_are_trained_on,
     a_sink_goes_on_from_its_state,
     gradients_that_the_caller_clears_are_not_written_to,
