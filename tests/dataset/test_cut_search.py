@@ -909,10 +909,48 @@ def test_a_chain_is_not_cut_if_samples_are_others_when_it_runs_later(kind: type[
     assert rng_states() == states
 
 
-def test_a_chain_whose_seed_is_the_sample_is_cached_whole_if_it_is_declared() -> None:
-    with hotset.cache(hotset.deterministic(SeedsByIndex()), memory="1MiB") as cached:
-        equal_batches(epochs(cached), epochs(SeedsByIndex()))
-        assert cached.stats().hits == N
+class LeavesItSeeded(Around):
+    def __getitem__(self, index: int) -> Any:
+        torch.manual_seed(index)
+        return self.transform(torch.full((2,), index))
+
+
+class SeedsItsOwn(Around):
+    def __init__(self) -> None:
+        self.transform = SeededCrop()
+        self.generator = self.transform.generator
+
+    def __getitem__(self, index: int) -> Any:
+        self.generator.manual_seed(index)
+        random.random()  # a draw that no sample depends on
+        return self.transform(torch.full((2,), index))
+
+
+@pytest.mark.parametrize("kind", [SeedsByIndex, LeavesItSeeded, SeedsItsOwn])
+def test_a_chain_whose_seed_is_the_sample_is_cached_whole_if_it_is_declared(kind: type[Around]) -> None:
+    with hotset.cache(hotset.deterministic(kind()), memory="1MiB") as cached:
+        for _ in range(3):
+            equal_batches([cached[i] for i in range(N)], [kind()[i] for i in range(N)])
+        assert cached.stats().hits == 2 * N
+
+
+class Draws(Around):
+    def __getitem__(self, index: int) -> Any:
+        torch.rand(())
+        return self.transform(torch.full((2,), index))
+
+
+class SeedsAnother(Around):
+    def __getitem__(self, index: int) -> Any:
+        random.seed(index)
+        return self.transform(torch.full((2,), index))
+
+
+@pytest.mark.parametrize("kind", [Draws, SeedsAnother])
+def test_a_random_chain_that_a_declared_dataset_does_not_seed_stays_live(kind: type[Around]) -> None:
+    with hotset.cache(hotset.deterministic(kind()), memory="1MiB") as cached:
+        assert "Crop" in cached.plan.live
+        assert not torch.equal(cached[0], cached[0])
 
 
 def test_the_parts_of_a_concat_dataset_with_other_chains_are_to_be_cached_alone() -> None:

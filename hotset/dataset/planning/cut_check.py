@@ -6,6 +6,10 @@ has its own fixed crop; it puts a generator back between two chains, so that a p
 same crop. No generator shows that, and the results are in the sample unchanged. But a sample that is read
 both ways from the same states of all generators differs then, or leaves other states.
 
+A dataset that seeds a generator for each sample leaves it seeded, also when it is read cut. It is refused for
+that, unless it is declared. Then a hit, for which nothing is read, would draw other numbers than the sample
+has: so it is not cut either.
+
 A sample that cannot be read whole, or differs in two whole readings from the same states, tells nothing. What
 the dataset does rarely, after a look at the result, shows in its code:
 :mod:`hotset.dataset.planning.call_sites`.
@@ -24,6 +28,7 @@ from hotset.dataset.pipeline import ApplyAt, CannotBeCut, Chain, Cuts, Pipeline,
 from hotset.dataset.planning.recorder import passes_shared_objects
 from hotset.dataset.transform_attributes import called_with, with_transforms
 from hotset.determinism.aliasing import copied
+from hotset.determinism.declare import declared
 from hotset.determinism.draws.rng import Generators
 from hotset.determinism.equality import differs
 
@@ -31,7 +36,8 @@ __all__ = ["differs_when_cut"]
 
 _SECONDS = 0.25
 _ROUNDS = 8
-_TELLS_NOTHING: tuple[Any, dict[str, Any]] = (None, {})  # a sample that is read whole in training, too
+_Read = tuple[Any, dict[str, Any]]  # a sample, and the states of generators that reading it left
+_TELLS_NOTHING: _Read = (None, {})  # a sample that is read whole in training, too
 
 
 def differs_when_cut(pipeline: Pipeline, cuts: Cuts, indices: Sequence[int]) -> bool:
@@ -47,6 +53,7 @@ def differs_when_cut(pipeline: Pipeline, cuts: Cuts, indices: Sequence[int]) -> 
     }
     whole = Source(with_transforms(pipeline.dataset, chains), (), (), ())
     generators = Generators([pipeline.dataset])
+    believed = declared(pipeline.dataset) == "deterministic"
     before = generators.noted()
     begun = time.perf_counter()
     try:
@@ -59,6 +66,8 @@ def differs_when_cut(pipeline: Pipeline, cuts: Cuts, indices: Sequence[int]) -> 
                         return True
                 generators.put(first[1])  # so that the next one draws otherwise, as in training
                 generators.note()
+                if believed and _seeds(whole, cut, index, generators, first):
+                    return True
             if time.perf_counter() - begun > _SECONDS:
                 break
     finally:
@@ -88,7 +97,38 @@ def _given_copies(chain: Any) -> Any:
     return Chain(chain_of(chain), copies=True)
 
 
-def _reading(source: Source, index: int, generators: Generators) -> tuple[Any, dict[str, Any]] | None:
+def _seeds(whole: Source, cut: Source, index: int, generators: Generators, first: _Read) -> bool:
+    """Whether the dataset seeds, for this sample, all generators from which the live part draws.
+
+    Args:
+        first: a reading of the whole sample, which left the generators in their present states.
+    """
+    drawn = _drawn_live(cut, index, generators)
+    again = _reading(whole, index, generators) if drawn else None
+    if again is None or not _alike(first[0], again[0]):
+        return False
+    return all(_alike(first[1].get(name), again[1].get(name)) for name in drawn)
+
+
+def _drawn_live(cut: Source, index: int, generators: Generators) -> list[str]:
+    """The names of the generators from which the live part draws, as it does after a hit."""
+    before = generators.noted()
+    try:
+        sample = cut.read_cut(index)
+        generators.restore()
+        cut.finish(sample)
+        return [name for name, state in generators.states().items() if not _alike(state, before.get(name))]
+    except own_errors():  # also of a sample that cannot be cut
+        return []
+    finally:
+        generators.restore()
+
+
+def _alike(one: Any, other: Any) -> bool:
+    return differs(one, other, across=True) is None
+
+
+def _reading(source: Source, index: int, generators: Generators) -> _Read | None:
     """A sample, and the states that reading it left, which are put back; None if it cannot be read."""
     try:
         return source.finish(source.read_cut(index)), generators.states()
