@@ -19,6 +19,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -29,7 +30,7 @@ from hotset.determinism.objects.safe_access import attributes_of, content_of_cel
 __all__ = ["HostValues"]
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
-_SMALL = 64  # entries of a dict of settings
+_FEW = 64  # entries of a dict of settings, numbers in an array, or in a tensor that is not on the device
 _CALL = "__call__"
 _CALLED_UNNAMED, _MODE = frozenset({_CALL, "forward"}), frozenset({"training"})
 
@@ -131,9 +132,15 @@ class _Attributes:
 
 
 def _shown(value: Any) -> Any:
-    """A plain value, or a small dict of them; None for all else."""
-    if type(value) in _PLAIN:
+    """A plain value, or a few of them; None for all else."""
+    kind = type(value)
+    if kind in _PLAIN:
         return value
-    if type(value) is dict and len(value) <= _SMALL:
+    if kind is dict and len(value) <= _FEW:
         return {key: each for key, each in value.items() if type(key) is str and type(each) in _PLAIN}
+    is_small = kind is np.ndarray and value.size <= _FEW and not value.dtype.hasobject
+    if is_small or issubclass(kind, np.generic):
+        return value.tobytes()
+    if kind is torch.Tensor and value.device.type == "cpu" and value.numel() <= _FEW:
+        return repr(value.tolist())  # in which nan is equal to itself
     return None

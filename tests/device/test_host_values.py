@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from sinking import FakeGraphs, Training
 from test_cuda_graph import ALIKE, Make, sink_on, trained_alike
 from torch import nn
@@ -86,8 +88,11 @@ def _weights_are_put_back() -> Iterator[None]:
         put(holder, name, 1.0)
 
 
+@pytest.mark.parametrize("make", [float, np.float32, torch.tensor])
 @pytest.mark.parametrize("kind", HOLDERS)
-def test_a_number_that_the_step_reads_is_captured_anew(sink_on: Make, kind: str) -> None:
+def test_a_number_that_the_step_reads_is_captured_anew(
+    sink_on: Make, kind: str, make: Callable[[float], Any]
+) -> None:
     holder, name = HOLDERS[kind]
 
     def read(training: Training) -> Callable[[], float]:
@@ -98,7 +103,7 @@ def test_a_number_that_the_step_reads_is_captured_anew(sink_on: Make, kind: str)
     def train(training: Training, five_steps: Callable[[], list[float]]) -> list[float]:
         losses = []
         for weight in (1.0, 1.0, 0.25, 0.25):
-            put(holder, name, weight)
+            put(holder, name, make(weight) if kind != "a dict" else weight)
             losses += five_steps()
         return losses
 
@@ -169,6 +174,25 @@ def test_what_the_step_does_not_read_or_counts_itself_costs_no_capture(sink_on: 
     assert (graphs.captures, graphs.replays) == (1, 30 - 3)
     assert training.epoch == 6
     assert training.best > 0
+
+
+def test_small_arrays_and_tensors_of_the_host_count_by_their_numbers() -> None:
+    held = types.SimpleNamespace(
+        a=np.array([1.0, np.nan]), b=torch.tensor([1.0, float("nan")]), c=torch.zeros(99)
+    )
+
+    def step(batch: Any) -> Any:
+        return batch * held.a + held.b + held.c.sum()
+
+    values = HostValues(step)
+    before = values.now()
+    assert values.now() == before
+    held.a[0] = 2.0
+    assert values.now() != before
+    held.a[0] = 1.0
+    assert values.now() == before
+    held.b[0] = 2.0
+    assert values.now() != before
 
 
 def test_of_ranks_only_whether_modules_train_counts() -> None:
