@@ -67,16 +67,17 @@ class _Reader:
         self._iterable = iterable
         self._iterator: Iterator[Any] | None = None
         self._over = False
-        # A thread begins with the first GPU as its current one, whichever the consumer's is.
-        self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        # A thread begins with the first GPU as its current one, and its default stream, whichever the
+        # consumer's are: a step would not wait for the kernels by which the iterable makes a batch.
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
     def __call__(self) -> Any:
         if self._over:
             return _End(None)
         try:
             if self._iterator is None:
-                if self._gpu is not None:
-                    torch.cuda.set_device(self._gpu)
+                if self._stream is not None:
+                    torch.cuda.set_stream(self._stream)  # and its GPU
                 self._iterator = iter(self._iterable)
             return next(self._iterator)
         except StopIteration:

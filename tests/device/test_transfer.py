@@ -338,17 +338,17 @@ def test_a_sparse_tensor_is_used_by_the_consumers_stream_with_all_that_it_is_mad
         transfer.close()
 
 
-def test_the_thread_that_reads_ahead_is_on_the_consumers_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[tuple[int, bool]] = []
+def test_the_thread_that_reads_ahead_is_on_the_consumers_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[str, bool]] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "a stream of the third GPU")
     here = threading.get_ident()
     monkeypatch.setattr(
-        torch.cuda, "set_device", lambda gpu: said.append((gpu, threading.get_ident() == here))
+        torch.cuda, "set_stream", lambda stream: said.append((stream, threading.get_ident() == here))
     )
     with hotset.DeviceQueue(iter([torch.ones(2)]), 2, "cpu") as queue:
         assert len(list(queue)) == 1
-    assert said == [(3, False)]
+    assert said == [("a stream of the third GPU", False)]
 
 
 # ---- the whole queue ----------------------------------------------------------------------------------

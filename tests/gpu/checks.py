@@ -942,6 +942,20 @@ def a_consumer_on_a_stream_of_its_own_reads_whole_batches(device: str) -> None:
         assert [int(one) for one in found] == list(range(12))
 
 
+def batches_that_an_iterable_makes_on_the_device_are_whole(device: str) -> None:
+    """A thread reads the iterable, and the consumer has a stream of its own."""
+
+    def made() -> Iterator[torch.Tensor]:
+        for number in range(12):
+            batch = torch.zeros(1 << 22, device=device)
+            _slow(device)
+            yield batch.add_(number)
+
+    own: Any = torch.cuda.stream(torch.cuda.Stream(device)) if device != "cpu" else contextlib.nullcontext()
+    with own, hotset.DeviceQueue(made(), 2, device) as queue:
+        assert [int(batch.mean()) for batch in queue] == list(range(12))
+
+
 def sparse_batches_are_read_whole(device: str) -> None:
     dense = [torch.eye(512) * number for number in range(12)]
     with hotset.DeviceQueue([one.to_sparse() for one in dense], 2, device) as queue:
@@ -1093,6 +1107,7 @@ CHECKS: list[Callable[[str], None]] = [
     the_doctor_times_steps_that_return_before_the_gpu_is_done,
     a_closed_sink_gives_its_memory_back,
     a_consumer_on_a_stream_of_its_own_reads_whole_batches,
+    batches_that_an_iterable_makes_on_the_device_are_whole,
     sparse_batches_are_read_whole,
     one_rank_of_distributed_data_parallel_is_captured,
     samples_that_are_resident_in_part_train_alike,
