@@ -46,7 +46,7 @@ from hotset.dataset.wrapped_datasets import datasets_in
 from hotset.determinism.batched import Batched
 from hotset.determinism.objects.code_dependencies import is_users
 from hotset.determinism.objects.held_values import Room
-from hotset.determinism.objects.object_graph import reached_by_code
+from hotset.determinism.objects.object_graph import loaded_by, reached_by_code
 from hotset.determinism.objects.outer_names import outer_names
 from hotset.determinism.objects.reading_names import reading_code
 from hotset.determinism.objects.safe_access import attributes_of, is_a, is_opaque
@@ -110,7 +110,10 @@ class ContentWatch:
         held = (value for value in held if not is_opaque(value) and is_users(value))
         objects = [*self._cached, *(value for value in held if not is_a(value, Dataset))]
         reached = [one for each in objects for one in reached_by_code(each)]
-        reached += [one for each in code for one in each.functions]
+        functions = [one for each in code for one in each.functions]
+        loaded = [value for one in functions if is_users(one) for value in loaded_by(one)]
+        reached += functions
+        reached += [value if issubclass(type(value), type) else type(value) for value in loaded]
         self._outer = outer_names(reached, (*readers, *objects))
         self._readers = set(map(id, readers))
         self._names = None if None in names else frozenset[str]().union(*filter(None, names))

@@ -89,6 +89,17 @@ class Base(Dataset[Any]):
         return 2 * value
 
 
+class Sizes:
+    width = 1
+
+
+class Named:
+    height = 1
+
+
+NAMED = Named()
+
+
 class Outside(Base):
     def __init__(self) -> None:
         self.transform = Chain(Scale(), gain, added)
@@ -101,7 +112,7 @@ class Outside(Base):
         reads += 1
         KNOWN[index] = index
         numbers = helper(torch.full((OPTIONS.size,), index)) * TABLE["gains"][0] + self.shift
-        return self.transform(self._doubled(numbers) + self.extra())
+        return self.transform(self._doubled(numbers) + self.extra() + Sizes.width + NAMED.height)
 
     def extra(self) -> int:
         return 0
@@ -129,6 +140,8 @@ CHANGES: dict[str, Callable[[], None]] = {
     "what a function in a chain reads": lambda: GAIN.update(all=4),
     "a variable of an enclosing function": lambda: become(6),
     "what a variable of an enclosing function holds": lambda: enclosed_table.update(all=3),
+    "an attribute of a class that the reading method names": _set(Sizes, "width", 4),
+    "an attribute of the class of a global": _set(Named, "height", 4),
     "a method": _set(Outside, "extra", lambda self: 8),
     "a method that a base has": _set(Outside, "_doubled", lambda self, value: 3 * value),
     "a method that no code names": _set(Scale, "__call__", lambda self, value: -value),
@@ -147,7 +160,7 @@ CHANGES: dict[str, Callable[[], None]] = {
 def _put_back() -> Iterator[None]:
     names = ("NUMBER", "helper", "reads")
     before = {name: globals()[name] for name in names}
-    classes = {each: dict(vars(each)) for each in (Scale, Base, Outside)}
+    classes = {each: dict(vars(each)) for each in (Scale, Base, Outside, Sizes, Named)}
     functions = [(each, each.__code__, each.__defaults__) for each in (helper, gain, Base._doubled)]
     cells = added.__closure__
     yield
