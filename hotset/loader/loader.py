@@ -130,7 +130,7 @@ class DataLoader(TorchDataLoader[T]):
     _recorded: RecordedOrder | None = None
     _begins_by: Callable[[Any], Iterator[Any]] | None = None  # how torch's loader begins a resumed order
     _recorder: TorchDataLoader[Any] | None = None  # over a stream that is read first
-    _read_by: tuple[Any, Any] | None = None  # what the last pass over a stream was made of
+    _read_by: tuple[Any, ...] | None = None  # what the last pass over a stream was made of
     _in_stream_order: bool = False  # whether such a pass is repeated, to resume it
 
     if not TYPE_CHECKING:  # the arguments are torch's
@@ -471,8 +471,8 @@ class DataLoader(TorchDataLoader[T]):
             sampler.settle()
         route = self._route()
         warn_of_order(stream, sampler, self.batch_size, is_read=route is not None)
-        # Persistent workers have it as it was recorded, or was not, when they began.
-        read_by = passes, passes.ids() if route is not None else None
+        # Persistent workers have it as it was recorded, or was not, when they began, or repeat a pass.
+        read_by = passes, passes.ids() if route is not None else None, self._in_stream_order
         if self._read_by is not None and any(map(operator.is_not, read_by, self._read_by)):
             self._end_workers()
             self._forget()

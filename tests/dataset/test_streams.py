@@ -635,6 +635,24 @@ class TestRecorded:
             assert values(other) == rest
             assert sorted(values(other)) == list(range(N))
 
+    @pytest.mark.parametrize("persistent", [False, True])
+    def test_the_pass_after_a_resumed_first_one_is_recorded(self, persistent: bool) -> None:
+        def make() -> Any:
+            stream = hotset.cache(Numbers(N), memory="10MiB")
+            return hotset.DataLoader(stream, batch_size=4, num_workers=2, persistent_workers=persistent)
+
+        loader = make()
+        next(iter(loader))
+        again = make()
+        again.load_state_dict(loader.state_dict())
+        assert len(values(again)) == N - 4
+        assert not again.dataset.recorded
+        for _ in range(2):
+            assert sorted(values(again)) == list(range(N))
+            assert again.dataset.recorded
+        for each in (loader, again):
+            each.dataset.close()
+
     def test_a_state_of_a_recorded_stream_needs_a_recorded_stream(self) -> None:
         with hotset.cache(Numbers(N), memory="10MiB") as stream:
             stream.fill()
