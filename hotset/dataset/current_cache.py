@@ -58,10 +58,12 @@ class CurrentCache:
         access: reads the samples; another object once they are cached anew.
         make: makes it.
         pass_of: refers to an object that lives as long as the loader's pass that this process makes.
+        made_by_pass: what reads the samples since a pass has found the dataset changed as it began.
         workers_keep: whether that pass is read by workers that have the dataset as it was.
     """
 
     pass_of: weakref.ref[Any] | None = None
+    made_by_pass: SampleAccess | None = None
     workers_keep = False
     _is_closed = False
 
@@ -114,8 +116,10 @@ class CurrentCache:
 
     def as_pass_begins(self) -> SampleAccess:
         """As :meth:`at_use`, where a pass begins: there is time to compare more."""
-        in_pass, workers_keep = self.in_pass, self.workers_keep
+        in_pass, workers_keep, before = self.in_pass, self.workers_keep, self.access
         self._follow(self.changes.as_pass_begins(in_pass=in_pass, workers_keep=workers_keep))
+        if self.access is not before:
+            self.made_by_pass = self.access
         return self.access
 
     def attribute_was_set(self, name: str) -> None:

@@ -72,20 +72,36 @@ class Route:
         """What follows changes of each cached dataset; a stream looks itself as a pass over it begins."""
         return [cache_of(cached) for cached in self.caches if isinstance(cached, CachedDataset)]
 
-    def require_unchanged(self) -> None:
-        """Refuse to continue a pass whose dataset has changed since the pass began.
+    def follow(self, *, may_go_on: bool) -> bool:
+        """Follow what has changed since the pass began.
+
+        Args:
+            may_go_on: whether the pass may go on with what another pass has found changed as it began.
+
+        Returns:
+            Whether it is to go on with another route: samples are read by something else now.
 
         Raises:
             ArgumentError: a transform, or another attribute, was set since.
         """
         for cache in self.followed:
             cache.at_use(in_pass=True)
-        for current, now in zip(self._begun_with, self.currents, strict=True):
-            if now is not current:
-                raise ArgumentError(
-                    f"{current.plan.name} was given another transform or attribute in the midst of a pass, "
-                    "whose batches are made ahead; begin a new pass: iter(loader)."
-                )
+        is_other = False
+        for cached, before in zip(self.caches, self._begun_with, strict=True):
+            now = current_of(cached)
+            if now is not before:
+                by_pass = isinstance(cached, CachedDataset) and cache_of(cached).made_by_pass is now
+                if not (may_go_on and by_pass):
+                    raise self.refusal(before)
+                is_other = True
+        return is_other
+
+    def refusal(self, access: SampleAccess) -> ArgumentError:
+        """The error for a pass that cannot go on."""
+        return ArgumentError(
+            f"{access.plan.name} was given another transform or attribute in the midst of a pass, whose "
+            "batches are made ahead; begin a new pass: iter(loader)."
+        )
 
     @property
     def currents(self) -> list[SampleAccess]:

@@ -52,7 +52,7 @@ from hotset.loader.batch_order import BatchOrder, draw_base_seed
 from hotset.loader.collate import as_in_workers, bound, is_known
 from hotset.loader.epoch_summary import EpochSummary
 from hotset.loader.index_route import Route, route_to
-from hotset.loader.local_batches import LocalBatches
+from hotset.loader.local_batches import LocalBatches, Reading
 from hotset.loader.look_ahead import IdleWork, context_with
 from hotset.loader.remaining_batches import RemainingBatches, cut_of
 from hotset.loader.rng_state import Beginning, LocalGenerators
@@ -263,12 +263,18 @@ class DataLoader(TorchDataLoader[T]):
             self._warn_of_pinning()
             if self._buffers is not None:
                 self._buffers.trim()
-            order = self._batch_order(run, batches)
-            builder = BatchBuilder(self.dataset, route, batched=self.batch_sampler is not None)
-            find = partial(self._local_gather, route)
-            collate, apart = self._collate(route), self.num_workers > 0
-            return LocalBatches(order, route, gather, find, builder, collate, run, for_workers=apart)
+            order, reading = self._batch_order(run, batches), self._reading(route, gather)
+            return LocalBatches(order, reading, self._read_anew, run, for_workers=self.num_workers > 0)
         return self._from_workers(route, run, batches)
+
+    def _reading(self, route: Route, gather: LocalGather | None = None) -> Reading:
+        """What this process makes batches of."""
+        builder = BatchBuilder(self.dataset, route, batched=self.batch_sampler is not None)
+        return Reading(route, gather, partial(self._local_gather, route), builder, self._collate(route))
+
+    def _read_anew(self) -> Reading | None:
+        route = self._route()
+        return self._reading(route) if route is not None else None
 
     def _workers_may_change_dataset(self) -> bool:
         """Whether each worker may set something on its dataset before its first batch."""

@@ -24,7 +24,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,7 +37,7 @@ from hotset.store.claims import Ids
 from hotset.store.gather import Copy
 from hotset.store.torch_threads import HelperThread, one_thread
 
-__all__ = ["LocalBatches"]
+__all__ = ["LocalBatches", "Reading"]
 
 _WORTH_A_THREAD = 1 << 20
 _AHEAD = 2
@@ -68,13 +68,28 @@ class _Several:
         return self._gather.finish(self._copy, start, self._start), ids
 
 
+class Reading(NamedTuple):
+    """What batches are made of, and how.
+
+    Attributes:
+        gather: for wholly cached batches without a live part; None if no batch can be gathered.
+        find_gather: looks for a gather after each of the first batches, as long as there is none: to compare
+            it with collating takes a sample that is cached.
+    """
+
+    route: Route
+    gather: LocalGather | None
+    find_gather: Callable[[], LocalGather | None]
+    builder: BatchBuilder
+    collate: Callable[[Any], Any]
+
+
 class LocalBatches:
     """Iterator over one epoch's batches, made in this process.
 
     Args:
-        gather: for wholly cached batches without a live part; None if no batch can be gathered.
-        find_gather: looks for a gather after each of the first batches, as long as there is none: to compare
-            it with collating takes a sample that is cached.
+        renewed: returns what batches are made of now, once another pass has found the dataset changed as it
+            began; None if they can be made no more.
         run: counts what was consumed, for the loader's state, and the waiting.
         for_workers: whether workers would make the batches if they were not gathered.
     """
@@ -82,33 +97,48 @@ class LocalBatches:
     def __init__(
         self,
         order: BatchOrder,
-        route: Route,
-        gather: LocalGather | None,
-        find_gather: Callable[[], LocalGather | None],
-        builder: BatchBuilder,
-        collate: Callable[[Any], Any],
+        reading: Reading,
+        renewed: Callable[[], Reading | None],
         run: EpochProgress,
         *,
         for_workers: bool,
     ) -> None:
         self._order = order
         self._for_workers = for_workers
-        self._route = route
-        self._single, self._has_peers = route.single, route.has_peers  # asked for with every batch
-        self._gather = gather
-        self._find_gather = find_gather
-        self._looks_left = _LOOKS
-        self._builder = builder
-        self._collate = collate
+        self._renewed = renewed
         self._run = run
         self._ahead: HelperThread[Copy | None] = HelperThread("hotset-gather")
         self._several: _Several | None = None
         self._selected: Any = None
-        self._prefetched = 0 if route.spills else None  # how many of the next batches are prefetched
         self._readahead: HelperThread[None] = HelperThread("hotset-fetch")
-        self._longest = _LONGEST_RUN_OF_A_DISK if route.spills else _LONGEST_RUN
-        for cache in route.followed:
+        self._use(reading)
+        for cache in reading.route.followed:
             cache.pass_of = weakref.ref(self)
+
+    def _use(self, reading: Reading) -> None:
+        """Make batches of this from now on."""
+        self._route, self._gather, self._find_gather, self._builder, self._collate = reading
+        route = reading.route
+        self._single, self._has_peers = route.single, route.has_peers  # asked for with every batch
+        self._looks_left = _LOOKS
+        self._prefetched = 0 if route.spills else None  # how many of the next batches are prefetched
+        self._longest = _LONGEST_RUN_OF_A_DISK if route.spills else _LONGEST_RUN
+
+    def _follow(self) -> None:
+        """Go on with the dataset as it is now, as torch's loader does without workers.
+
+        Raises:
+            ArgumentError: a transform, or another attribute, was set in this pass.
+        """
+        if not self._route.follow(may_go_on=not self._for_workers):
+            return
+        reading = self._renewed()
+        if reading is None:
+            raise self._route.refusal(self._route.currents[0])
+        self._ahead.stop()
+        self._several = None
+        self._run.gathered = False
+        self._use(reading)
 
     def __iter__(self) -> LocalBatches:
         return self
@@ -142,7 +172,7 @@ class LocalBatches:
             raise
 
     def _draw(self) -> Any:
-        self._route.require_unchanged()
+        self._follow()
         try:
             return self._order.take()
         except StopIteration:

@@ -222,6 +222,28 @@ def test_a_change_in_the_midst_of_a_pass_of_torchs_loader_counts_from_the_next_o
         equal_batches(after, next(iter(DataLoader(cached.dataset, 4))))
 
 
+def with_validations(make: Any, dataset: Any, change: Callable[[Any], None], held: Any) -> list[Any]:
+    """Batches of three epochs in which each third batch is followed by a change and another pass."""
+    loader, validation = make(Subset(dataset, range(N - 2)), 2), make(Subset(dataset, range(N - 2, N)), 2)
+    found = []
+    for _ in range(3):
+        for number, batch in enumerate(loader):
+            found.append(batch)
+            if number % 3 == 2:
+                change(held)
+                found += validation
+    return found
+
+
+@pytest.mark.parametrize("change", [nested_object, label])
+def test_a_pass_goes_on_when_another_finds_the_dataset_changed(change: Any) -> None:
+    plain, held = Held(), Held()
+    expected = with_validations(DataLoader, plain, change, plain)
+    with recorded() as told, hotset.cache(held, memory="1MiB") as cached:
+        equal_batches(with_validations(hotset.DataLoader, cached, change, held), expected)
+    assert [w for w in told if "has changed" in str(w.message)]
+
+
 def passes(loader: Any, change: Callable[[], None], count: int, *, epochs: int = 2) -> list[list[Any]]:
     """Batches of so many times so many epochs; after each time there is a change."""
     found = []
