@@ -146,6 +146,7 @@ class LocalBatches:
     def __next__(self) -> Any:
         start = time.perf_counter()
         try:
+            self._run.raise_errors()
             indices = self._draw()
             if self._prefetched is not None:
                 self._prefetched = self._prefetch(self._prefetched - 1, samples_in(indices))
@@ -212,6 +213,7 @@ class LocalBatches:
             StopIteration: the pass is over.
         """
         start = time.perf_counter()
+        self._run.raise_errors()
         self._selected = self._draw()
         ids = self._route.ids_of(self._selected)
         if ids is not None and not self._may_be_served(ids):

@@ -68,7 +68,7 @@ class EpochProgress:
             have built batches that were not consumed.
         common: what all states of the pass have in common.
         gathered: whether its batches come from the cache alone, with nothing live.
-        watch: called with each batch, to raise errors from the background.
+        watch: called before each batch, to raise errors from the background.
         summary: the figures of the pass, for the user.
     """
 
@@ -111,6 +111,11 @@ class EpochProgress:
             "in_workers": {str(worker): states for worker, states in self.workers.items()},
         }
 
+    def raise_errors(self) -> None:
+        """Raise an error from the background, before a batch is taken: it is about none of this pass."""
+        for check in self.watch:
+            check()
+
     def count(self, samples: int, start: float, shown: int | None = None) -> None:
         """Count a batch that is handed over.
 
@@ -122,8 +127,6 @@ class EpochProgress:
         self._failed = 0, 0
         self.batches += 1 + failed_batches
         self.samples += samples + failed_samples
-        for check in self.watch:
-            check()
         self.summary._count(samples if shown is None else shown, time.perf_counter() - start)
 
     def failed(self, samples: int) -> None:

@@ -71,6 +71,7 @@ class WorkerBatches:
 
     def __next__(self) -> Any:
         start = time.perf_counter()
+        self._run.raise_errors()
         try:
             message = next(self._messages)
         except StopIteration:

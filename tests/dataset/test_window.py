@@ -768,6 +768,21 @@ def test_an_error_while_preparing_is_raised_with_the_next_batch(make: Make, tmp_
     assert "prefetch worker" in found.text
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_while_preparing_takes_no_batch(workers: int, make: Make, tmp_path: Path) -> None:
+    source = Raising(tagged, D, int(RunningWindow(D, N, 2 * R).entries(N, 1)[0]), tmp_path / "armed")
+    expected = numbers(loader_over(make(), batch_size=1))
+    cached = make(source, hotset.Window(N, replace=0.25))
+    source.arm()
+    loader = loader_over(cached, batch_size=1, num_workers=workers)
+    batches = iter(loader)
+    found = numbers([next(batches)])
+    assert eventually(lambda: current_of(cached).window._pool.idle)
+    assert failure(lambda: next(batches)).kind is PlainError
+    assert loader.state_dict()["batches"] == 1
+    assert found + numbers(batches) == expected
+
+
 class RaisingLate(Raising):
     """Raises once a gate is open, and waits for that."""
 
