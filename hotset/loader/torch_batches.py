@@ -139,16 +139,18 @@ class FollowedBy:
     def __init__(self, first: Iterator[Any], then: Callable[[], Iterator[Any]]) -> None:
         self._batches = first
         self._then: Callable[[], Iterator[Any]] | None = then
+        self._first_has_ended = False
 
     def __iter__(self) -> FollowedBy:
         return self
 
     def __next__(self) -> Any:
-        try:
-            return next(self._batches)
-        except StopIteration:
-            if self._then is None:
-                raise
-        then, self._then = self._then, None
-        self._batches = then()
+        if not self._first_has_ended:
+            try:
+                return next(self._batches)
+            except StopIteration:
+                self._first_has_ended = True
+        if self._then is not None:
+            # If it cannot be begun now, as workers cannot be started, the next call tries again.
+            self._batches, self._then = self._then(), None
         return next(self._batches)

@@ -1137,6 +1137,33 @@ class TestTooLittleRoom:
             assert before + values(again) == before + values(rest) == list(range(N))
         stream.close()
 
+    def test_a_rest_that_cannot_be_begun_at_once_is_not_lost(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        stream = hotset.cache(Numbers(N, shape=(4096,)), memory="400KiB")
+        loader = hotset.DataLoader(stream, batch_size=4, num_workers=2, collate_fn=as_they_are)
+        quiet(loader)
+        fork, refused = os.fork, []
+
+        def fails_once() -> int:
+            if not refused:
+                refused.append(True)
+                raise BlockingIOError("no more processes")
+            return fork()
+
+        with recorded():
+            batches = iter(loader)
+            found, failed = [], 0
+            monkeypatch.setattr(os, "fork", fails_once)
+            while True:
+                try:
+                    found += [number for _, number in next(batches)]
+                except BlockingIOError:
+                    failed += 1
+                except StopIteration:
+                    break
+        assert failed == 1
+        assert sorted(found) == list(range(N))
+        stream.close()
+
     def test_the_end_of_a_pass_resumes_with_its_batch_size_only(self) -> None:
         stream = hotset.cache(Numbers(N, shape=(4096,)), memory="400KiB")
         loader = hotset.DataLoader(stream, batch_size=4)
