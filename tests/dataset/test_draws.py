@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import multiprocessing
 import os
@@ -368,6 +369,123 @@ def test_a_generator_that_a_rare_sample_makes_draws_what_it_would_without_a_cach
 
     expected = trained(DataLoader(Needed(way), batch_size=6, num_workers=workers))
     with cached_of(Needed(way)) as cached:
+        assert trained(hotset.DataLoader(cached, batch_size=6, num_workers=workers)) == expected
+        assert cached.stats().cached == len([index for index in range(LENGTH) if index % 20 != 7])
+
+
+class Noise:
+    """An augmentation that makes its generator when it is called first."""
+
+    rng: Any = None
+
+    def draw(self) -> float:
+        self.rng = self.rng or random.Random(5)
+        return float(self.rng.random())
+
+
+RNG: Any = None
+RNGS: dict[str, random.Random] = {}
+LOCAL = threading.local()
+
+
+def draw_from_global() -> float:
+    global RNG
+    RNG = RNG or random.Random(5)
+    return float(RNG.random())
+
+
+def draw_from_local() -> float:
+    if not hasattr(LOCAL, "rng"):
+        LOCAL.rng = random.Random(5)
+    return float(LOCAL.rng.random())
+
+
+def draw_from_function() -> float:
+    if not hasattr(draw_from_function, "rng"):
+        draw_from_function.rng = random.Random(5)  # type: ignore[attr-defined]
+    return float(draw_from_function.rng.random())  # type: ignore[attr-defined]
+
+
+def draw_from_enclosing() -> Callable[[], float]:
+    rng = None
+
+    def draw() -> float:
+        nonlocal rng
+        rng = rng or random.Random(5)
+        return rng.random()
+
+    return draw
+
+
+@functools.lru_cache
+def bounded() -> random.Random:
+    return random.Random(5)
+
+
+@functools.cache
+def unbounded() -> random.Random:
+    return random.Random(5)
+
+
+class Elsewhere(Samples):
+    """Rare samples draw from a generator that is made at that time, and not kept in an attribute."""
+
+    rng: Any = None
+
+    def __init__(self, way: str) -> None:
+        super().__init__(constant_row, LENGTH)
+        self.way, self.rngs = way, dict[int, random.Random]()
+        self.augmentations = {"common": [], "rare": [Noise(), Noise()]}
+        self.from_enclosing = draw_from_enclosing()
+        for place in (RNGS, vars(LOCAL), vars(draw_from_function)):
+            place.clear()
+        for memo in (bounded, unbounded):
+            memo.cache_clear()
+        global RNG
+        RNG = type(self).rng = None
+
+    def draw(self) -> float:
+        if self.way == "an object in a list":
+            return self.augmentations["rare"][1].draw()
+        if self.way == "a dict by processes":
+            return self.rngs.setdefault(os.getpid(), random.Random(5)).random()
+        if self.way == "a dict of the module":
+            return RNGS.setdefault("rng", random.Random(5)).random()
+        if self.way == "the class":
+            type(self).rng = self.rng or random.Random(5)
+            return float(self.rng.random())
+        draws: dict[str, Callable[[], float]] = {
+            "a global": draw_from_global,
+            "an enclosing name": self.from_enclosing,
+            "a function": draw_from_function,
+            "a local of the thread": draw_from_local,
+            "a memo": lambda: bounded().random(),
+            "a memo without bound": lambda: unbounded().random(),
+        }
+        return draws[self.way]()
+
+    def __getitem__(self, index: int) -> Any:
+        row = super().__getitem__(index).double()
+        return row + self.draw() if index % 20 == 7 else row
+
+
+PLACES = [
+    *("an object in a list", "a dict by processes", "a dict of the module", "the class", "a global"),
+    *("an enclosing name", "a function", "a local of the thread", "a memo", "a memo without bound"),
+]
+
+
+@pytest.mark.parametrize(
+    ("way", "workers"),
+    rarely(itertools.product(PLACES, [0, 2]), *((way, 2) for way in PLACES if "dict by" not in way)),
+)
+def test_a_generator_that_a_rare_sample_makes_is_found_wherever_it_is_kept(way: str, workers: int) -> None:
+    def trained(loader: Any) -> list[Any]:
+        seed()
+        return [run(loader) for _ in range(2)]
+
+    expected = trained(DataLoader(Elsewhere(way), batch_size=6, num_workers=workers))
+    with cached_of(Elsewhere(way)) as cached:
         assert trained(hotset.DataLoader(cached, batch_size=6, num_workers=workers)) == expected
         assert cached.stats().cached == len([index for index in range(LENGTH) if index % 20 != 7])
 

@@ -10,12 +10,12 @@ When :meth:`DrawWatch.drew` returns True, it has put all generators back to thei
 :meth:`DrawWatch.begin`. So reading for a cache leaves no trace, and the process that serves the sample draws
 what it would have drawn without a cache.
 
-A comparison costs 5 microseconds, and about 40 between two decoded pictures: up to a percent of decoding one.
-To find the generators that objects hold takes milliseconds. The watch looks for them again only if an
-attribute of the dataset, of a transform, or of an object that these hold directly has another type than
-before, as when a generator is made at its first use. Such a generator is taken away again
-(:mod:`hotset.determinism.objects.near_attributes`), and the next reading makes it anew, if a reading in
-between shows that it gives the same then.
+A comparison costs 5 to 20 microseconds, and about 40 between two decoded pictures: up to a percent of
+decoding one. To find the generators that objects hold takes milliseconds. The watch looks for them again only
+if something near has another type than before, as when a generator is made at its first use: an attribute of
+the dataset, of a transform, or of an object that these hold, of a class, a global, an element of a small list
+or dict (:mod:`hotset.determinism.objects.near_attributes`). Such a generator is taken away again, and the
+next reading makes it anew, if a reading in between shows that it gives the same then.
 
 Another thread may have drawn meanwhile, for mixup in the training loop while a queue reads ahead, for
 example. Where other threads run, the watch has the samples read once more to find out: a sample that draws
@@ -42,8 +42,7 @@ from hotset.determinism.draws import entropy
 from hotset.determinism.draws.rng import KINDS, Generators
 from hotset.determinism.equality import differs
 from hotset.determinism.objects.code_dependencies import package_of
-from hotset.determinism.objects.near_attributes import Changed, NearAttributes, put_back
-from hotset.determinism.objects.safe_access import attributes_of
+from hotset.determinism.objects.near_attributes import NearAttributes, Noted, put_back
 
 __all__ = ["DrawWatch", "others_run"]
 
@@ -80,7 +79,7 @@ class DrawWatch:
     _near: NearAttributes
     _entropy = _asked = 0
     _entropy_matters = False
-    _made: Sequence[Changed] = ()
+    _made: Noted | None = None
     _others_drew = -math.inf
 
     def __init__(self, holders: Sequence[object]) -> None:
@@ -89,7 +88,7 @@ class DrawWatch:
     def begin(self) -> None:
         """From here on, compare with the present states."""
         if not hasattr(self, "_generators"):
-            self._near = NearAttributes(self._holders)
+            self._near = NearAttributes(self._holders, KINDS)
             self._generators = Generators(self._holders)  # last: an interrupt may come before it
         elif self._near.have_other_types:  # a reading for use may have made a generator
             self._generators.look_again(self._holders)
@@ -111,7 +110,7 @@ class DrawWatch:
         """
         before, self._entropy = self._entropy, entropy.taken()
         took_entropy = before != self._entropy
-        self._made = ()
+        self._made = None
         drew = self._moved()
         if drew or took_entropy:
             drew = self._judge(drew, took_entropy, read, read_again)
@@ -139,9 +138,9 @@ class DrawWatch:
             self._generators.note()
         return drew
 
-    def _unmake(self, made: Sequence[Changed], read: object, read_again: Callable[[], object]) -> None:
-        """Put back objects in which a generator was made, if what was read comes from their former state."""
-        had = [(owner, dict(attributes_of(owner) or {})) for owner, _ in made]
+    def _unmake(self, made: Noted, read: object, read_again: Callable[[], object]) -> None:
+        """Put back what was there before a generator was made, if what was read comes from that."""
+        had = self._near.all_now()
         put_back(made)
         try:
             is_same = differs(read, read_again()) is None
@@ -150,7 +149,7 @@ class DrawWatch:
         if is_same:
             put_back(made)
         else:
-            put_back(had)
+            put_back(had, simple=False)
         self._near.look()
 
     def _draws_again(self, read: object, read_again: Callable[[], object]) -> bool | None:
@@ -205,10 +204,10 @@ class DrawWatch:
         moved = self._generators.any_moved
         if self._near.have_other_types:
             # A generator that was made meanwhile counts as having drawn.
-            made = self._near.with_new(KINDS)
             if self._generators.look_again(self._holders):
                 moved = True
-                self._made = [*self._made, *made]
+                if self._made is None and self._near.have_new:
+                    self._made = self._near.noted
             self._near.look()
         return moved
 

@@ -28,6 +28,7 @@ from typing import Any
 
 __all__ = [
     "READS_ENVIRONMENT",
+    "bound_by",
     "cells_of",
     "constants_of",
     "globals_of",
@@ -79,7 +80,7 @@ def globals_of(function: types.FunctionType) -> Iterator[tuple[dict[str, Any], s
     """
     for name, *attributes in loaded_globals(function.__code__):
         names = function.__globals__
-        if name in _bound_by(function.__code__):
+        if name in bound_by(function.__code__):
             continue
         yield names, name
         for attribute in attributes:  # settings.SIZE
@@ -94,11 +95,12 @@ def cells_of(function: types.FunctionType) -> dict[str, types.CellType]:
     """The variables of enclosing functions that a function reads, and does not bind itself."""
     code = function.__code__
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-    return {name: cell for name, cell in cells if name not in _bound_by(code)}
+    return {name: cell for name, cell in cells if name not in bound_by(code)}
 
 
 @lru_cache(maxsize=1024)
-def _bound_by(code: types.CodeType) -> frozenset[str]:
+def bound_by(code: types.CodeType) -> frozenset[str]:
+    """The globals, and the variables that functions share, that code binds."""
     return frozenset(step.argval for step in _steps(code, _BINDING) if step.opname in _BINDING)
 
 

@@ -8,15 +8,13 @@ for what that means to workers. What the values held is in :mod:`hotset.determin
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
-import operator
 import types
 from collections.abc import Callable, Container
 from typing import Any
 
 from hotset.determinism.objects.code_dependencies import installed, loaded_globals, names_in
 from hotset.determinism.objects.held_values import PUT_BACK, HeldValue, Room
+from hotset.determinism.objects.memos import calls_kept_by, memo_of
 from hotset.determinism.objects.safe_access import UNSET, attributes_of, content_of_cell, set_attribute
 from hotset.determinism.objects.thread_names import key_of
 
@@ -25,8 +23,6 @@ __all__ = ["Counts", "Names", "is_its_own"]
 Counts = Callable[[Any, Any], bool]
 """Whether a name of an owner counts."""
 
-_MEMO = type(functools.lru_cache(operator.is_))
-_LINK = "_lru_list_elem"  # the class of what it keeps in order
 _MOST_CALLS = 4096  # that a memo may keep, for what is added to be taken out
 
 
@@ -77,7 +73,7 @@ class Names:
                 if (found := HeldValue.of(value, room)) is not None:
                     self.seen[name] = found
         held = vars(owner) if code and issubclass(type(owner), type) else self.held
-        memos = [memo for memo in map(_memo, list(held.values())) if memo is not None]
+        memos = [memo for memo in map(memo_of, list(held.values())) if memo is not None]
         self._memos = [(memo, _known_calls(memo)) for memo in memos]
 
     def now(self) -> dict[Any, Any] | None:
@@ -158,13 +154,6 @@ def _set(owner: Any, name: Any, value: Any = UNSET) -> None:
         set_attribute(owner, name, value)
 
 
-def _memo(value: Any) -> Any:
-    """What ``functools.lru_cache`` made of a function, also of a method or property; None if it is none."""
-    value = getattr(value, "fget", None) if type(value) is property else value
-    value = value.__func__ if type(value) in (staticmethod, classmethod) else value
-    return value if type(value) is _MEMO else None
-
-
 def _known_calls(memo: Any) -> dict[int, Any] | None:
     """The keys of the calls whose results a memo keeps, by their id, as they may be slow to compare.
 
@@ -172,26 +161,15 @@ def _known_calls(memo: Any) -> dict[int, Any] | None:
     """
     if not (size := memo.cache_info().currsize):
         return {}
-    kept = _kept_by(memo) if size <= _MOST_CALLS else None
+    kept = calls_kept_by(memo) if size <= _MOST_CALLS else None
     return {id(key): key for key in kept} if kept is not None else None
 
 
 def _forget_all_but(memo: Any, known: dict[int, Any] | None) -> None:
     """Take out of a memo what it keeps of other calls than these."""
     if known:
-        kept = _kept_by(memo) or {}
+        kept = calls_kept_by(memo) or {}
         for key in [key for key in kept if id(key) not in known]:
             del kept[key]  # a memo bears that: another thread may do so
     elif known is not None and memo.cache_info().currsize:
         memo.cache_clear()
-
-
-def _kept_by(memo: Any) -> dict[Any, Any] | None:
-    """The dict in which a memo that is not empty keeps results by key; it has no name, but the collector
-    knows it.
-    """
-    info, own = memo.cache_info(), getattr(memo, "__dict__", None)
-    found = [each for each in gc.get_referents(memo) if type(each) is dict and each is not own]
-    if info.maxsize is not None:  # results are among what it refers to; the dict has links to them
-        found = [each for each in found if {type(link).__name__ for link in each.values()} == {_LINK}]
-    return found[0] if len(found) == 1 and len(found[0]) == info.currsize else None

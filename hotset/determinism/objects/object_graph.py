@@ -20,6 +20,7 @@ import itertools
 import logging
 import math
 import sys
+import threading
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,6 +38,7 @@ from hotset.determinism.objects.code_dependencies import (
     package_of,
     replaced_by_users,
 )
+from hotset.determinism.objects.memos import MEMO, kept_by
 from hotset.determinism.objects.safe_access import UNSET, content_of_cell, is_opaque, shown, values_of
 from hotset.store.leaves.instances import slots_of
 
@@ -228,6 +230,8 @@ def _reachable(node: Any, kinds: Kinds) -> Iterator[tuple[str, Any]]:
         yield from (("", accessor) for accessor in (node.fget, node.fset) if accessor)
     elif issubclass(kind, _CONTAINERS):
         yield from _of_container(node, kinds)
+    elif kind is MEMO and kinds:
+        yield from (("()", each) for each in kept_by(node, _OF_ONE_CONTAINER))
     for name, value in attributes(node).items():
         yield f".{name}", value
     for cls in kind.__mro__:
@@ -328,5 +332,7 @@ def attributes(obj: object) -> dict[str, Any]:
         with contextlib.suppress(AttributeError, TypeError):  # it is unset, or of another class
             found[name] = slot.__get__(obj)
     with contextlib.suppress(Exception):  # it has only slots, or no attributes, or hides them
-        found.update(object.__getattribute__(obj, "__dict__"))
+        # Of a threading.local, those of this thread: only its class tells them.
+        of_thread = issubclass(type(obj), threading.local)
+        found.update(vars(obj) if of_thread else object.__getattribute__(obj, "__dict__"))
     return {name: value for name, value in found.items() if not str(name).startswith("_hotset")}
