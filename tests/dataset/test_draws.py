@@ -490,6 +490,41 @@ def test_a_generator_that_a_rare_sample_makes_is_found_wherever_it_is_kept(way: 
         assert cached.stats().cached == len([index for index in range(LENGTH) if index % 20 != 7])
 
 
+class Replacing(Samples):
+    """Samples put another generator in the place of the one that there was; rare ones draw from it."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(constant_row, LENGTH)
+        self.way, self.rng, self.worker = way, np.random.default_rng(0), -1
+
+    def __getitem__(self, index: int) -> Any:
+        row = super().__getitem__(index).double()
+        worker = torch.utils.data.get_worker_info()
+        if self.way == "by worker" and worker is not None and self.worker != worker.id:
+            self.rng, self.worker = np.random.default_rng([5, worker.id]), worker.id
+        if self.way == "by index":
+            self.rng = np.random.default_rng(index)
+        elif index % 20 != 7:
+            return row
+        row += self.rng.random()
+        if self.way == "by itself":
+            self.rng = np.random.default_rng(self.rng.integers(1 << 30))
+        return row
+
+
+@pytest.mark.parametrize(("way", "workers"), [("by worker", 2), ("by itself", 0), ("by index", 0)])
+def test_a_generator_that_takes_anothers_place_is_followed(way: str, workers: int) -> None:
+    def trained(loader: Any) -> list[Any]:
+        seed()
+        return [run(loader) for _ in range(3)]
+
+    expected = trained(DataLoader(Replacing(way), batch_size=6, num_workers=workers))
+    with cached_of(Replacing(way)) as cached:
+        assert trained(hotset.DataLoader(cached, batch_size=6, num_workers=workers)) == expected
+        stored = [index for index in range(LENGTH) if way == "by index" or index % 20 != 7]
+        assert cached.stats().cached == len(stored)
+
+
 @pytest.mark.parametrize("name", ["Thread-1 (_serve)", "Thread-1 (train)"])
 def test_threads_that_run_no_code_of_the_users_do_not_count(name: str) -> None:
     """Another one may have made the generator, which it is then left; so the first draw is lost."""

@@ -25,6 +25,10 @@ in these readings, too. So the watch looks whether they also move while nothing 
 on until none moves; if that does not come, it counts the samples as drawing, and puts no state back. Nor does
 it take away a generator that another thread may have made.
 
+A generator that comes in the place of another one may have been drawn from before it is known: so the samples
+are read once more, and compared. A dataset may make its generator anew of each index: then only some of the
+later ones are compared.
+
 A generator that the system seeds for one draw, and that is then dropped, leaves no state to compare. But the
 watch notices the entropy that seeded it (:mod:`hotset.determinism.draws.entropy`), and compares two readings.
 """
@@ -74,12 +78,14 @@ class DrawWatch:
 
     # Of this process, so not pickled: the generators, and the attributes of near objects, from the first
     # begin() on; the count of entropy.taken(), how many readings took some, and whether a sample depended on
-    # it; where generators were made since the last comparison; when another thread was last seen to draw.
+    # it; what was there before generators were made, or took the place of others, since the last comparison;
+    # when another thread was last seen to draw.
     _generators: Generators
     _near: NearAttributes
     _entropy = _asked = 0
     _entropy_matters = False
     _made: Noted | None = None
+    _replaced: Noted | None = None
     _others_drew = -math.inf
 
     def __init__(self, holders: Sequence[object]) -> None:
@@ -93,6 +99,8 @@ class DrawWatch:
         elif self._near.have_other_types:  # a reading for use may have made a generator
             self._generators.look_again(self._holders)
             self._near.look()
+        self._generators.forget(self._near.generators)
+        self._follow()
         self._generators.note()
         self._near.note()
         self._entropy = entropy.taken()
@@ -106,21 +114,22 @@ class DrawWatch:
         Args:
             read: what was read.
             read_again: reads the same samples once more. It is called a few times, and only where another
-                thread may have drawn, where a generator was made, or where reading has taken entropy.
+                thread may have drawn, where a generator was made or replaced, or where reading took entropy.
         """
+        self._generators.forget(self._near.generators)
         before, self._entropy = self._entropy, entropy.taken()
         took_entropy = before != self._entropy
-        self._made = None
+        self._made = self._replaced = None
         drew = self._moved()
-        if drew or took_entropy:
-            drew = self._judge(drew, took_entropy, read, read_again)
+        if drew or took_entropy or self._replaced:
+            drew = self._judge(drew, took_entropy or self._replaced is not None, read, read_again)
         self._near.note()
         return drew
 
     def _judge(
         self, drew: bool, took_entropy: bool, read: object, read_again: Callable[[], object] | None
     ) -> bool:
-        """As :meth:`drew`, where a generator has moved or entropy was taken."""
+        """As :meth:`drew`, where a generator has moved, or is another, or entropy was taken."""
         began, others, made = self._generators.noted(), drew and others_run(), self._made
         if (others or made) and read_again is not None:
             found = self._draws_again(read, read_again)
@@ -132,7 +141,8 @@ class DrawWatch:
             drew = self._is_from_entropy(read, read_again)
         if drew:
             self._generators.put(began)
-            if made and not others and read_again is not None:
+            made = made or self._replaced
+            if made and not others_run() and read_again is not None:
                 self._unmake(made, read, read_again)
                 self._generators.put(began)
             self._generators.note()
@@ -149,7 +159,8 @@ class DrawWatch:
         if is_same:
             put_back(made)
         else:
-            put_back(had, simple=False)
+            put_back(had, all_kinds=True)
+        self._follow()
         self._near.look()
 
     def _draws_again(self, read: object, read_again: Callable[[], object]) -> bool | None:
@@ -202,6 +213,9 @@ class DrawWatch:
     def _moved(self) -> bool:
         """Whether a generator has moved, or was made."""
         moved = self._generators.any_moved
+        noted = self._near.noted
+        if self._follow() and self._replaced is None:
+            self._replaced = noted
         if self._near.have_other_types:
             # A generator that was made meanwhile counts as having drawn.
             if self._generators.look_again(self._holders):
@@ -210,6 +224,13 @@ class DrawWatch:
                     self._made = self._near.noted
             self._near.look()
         return moved
+
+    def _follow(self) -> bool:
+        """Watch what has come in the place of generators; whether there is any."""
+        replaced = self._near.replaced()
+        for before, now in replaced:
+            self._generators.follow(before, now)
+        return bool(replaced)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_holders": self._holders}

@@ -96,7 +96,9 @@ class Generators:
 
     def __init__(self, holders: Sequence[object]) -> None:
         self._watched: dict[int, _Watched] = {}  # by id
-        self._kept: list[object] = []
+        self._kept: dict[int, object] = {}  # as another object may get its id once it is gone
+        self._later: set[int] = set()  # those that came in the place of another one
+        self._gone: set[int] = set()  # those of them in whose place there is another one now
         for name, generator in zip(GLOBAL, _behind_the_globals(), strict=True):
             self._watch(name, generator)
         self.look_again(holders)
@@ -116,7 +118,38 @@ class Generators:
         accessors = access(found)
         if id(generator) not in self._watched and accessors is not None:
             self._watched[id(generator)] = _Watched(name, *accessors, _look_at(found))
-            self._kept.append(generator)  # another object may get its id once it is gone
+            self._kept[id(generator)] = generator
+
+    def follow(self, before: Any, now: Any) -> None:
+        """Watch also a generator that has come in the place of another one."""
+        name = self._name_of(before)
+        if name is None:
+            return
+        known = set(self._watched)
+        self._watch(name, now)
+        if (seeds := _seeds_of(now)) is not None:
+            self._watch(f"{name}, its seed_seq", seeds)
+        self._later |= self._watched.keys() - known
+        self._gone |= self._later & _ids(before)
+        self._gone -= _ids(now)
+
+    def forget(self, held: Sequence[Any]) -> None:
+        """Watch no more what came after the first in a place, and has gone: a sample may make its own.
+
+        Args:
+            held: what is in places now.
+        """
+        if not self._gone:
+            return
+        self._gone -= set[int]().union(*map(_ids, held))
+        for gone in self._gone:
+            del self._watched[gone], self._kept[gone]
+        self._later -= self._gone
+        self._gone.clear()
+
+    def _name_of(self, generator: Any) -> str | None:
+        watched = self._watched.get(id(getattr(generator, "bit_generator", generator)))
+        return None if watched is None else watched.name
 
     def note(self) -> None:
         """From here on, :meth:`moved` compares with the present states, and :meth:`restore` restores them."""
@@ -189,6 +222,13 @@ def _seeds_of(generator: Any) -> np.random.SeedSequence | None:
     """What a numpy generator seeds others from (``rng.spawn``): it counts them, and its state does not."""
     seeds = getattr(getattr(generator, "bit_generator", generator), "seed_seq", None)
     return seeds if isinstance(seeds, np.random.SeedSequence) else None
+
+
+def _ids(generator: Any) -> set[int]:
+    """By which a generator, and what it seeds others from, are known."""
+    return {id(getattr(each, "bit_generator", each)) for each in (generator, _seeds_of(generator))} - {
+        id(None)
+    }
 
 
 def _look_at(generator: Any) -> _Look | None:

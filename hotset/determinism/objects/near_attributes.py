@@ -3,7 +3,8 @@
 Many datasets make a generator when they first need it: ``if self.rng is None: self.rng = ...``. A reading
 that makes one and draws from it leaves a state behind, and the one in which the generator began cannot be
 known. So the places get back what they had: None, or nothing, and with it what else they had noted of that
-(``self.is_ready = False``). Only values of simple types are kept, so that nothing large stays alive.
+(``self.is_ready = False``), or the generator that was there before (``self.rng = default_rng(worker)``). Only
+generators and values of simple types are kept, so that nothing large stays alive.
 
 ==================================================  ======================================================
 place                                               such as
@@ -26,7 +27,7 @@ from __future__ import annotations
 import threading
 import types
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ from hotset.determinism.objects.safe_access import (
     attributes_of,
     content_of_cell,
     dict_of,
+    is_opaque,
     set_attribute,
 )
 from hotset.store.leaves.instances import slots_of
@@ -60,10 +62,10 @@ __all__ = ["NearAttributes", "Noted", "near_objects", "put_back"]
 _NEAR, _LEVELS = 64, 3
 _MOST = 32  # classes; functions
 _SMALL = 32  # elements of a container that are looked at
-_DICTS = (dict, OrderedDict, defaultdict)
 # By id: a class of the user's may have no hash.
+_DICTS = frozenset(map(id, (dict, OrderedDict, defaultdict)))
 _SIMPLE = frozenset(map(id, (type(None), bool, int, float, str, bytes)))
-_CONTAINERS = frozenset(map(id, (list, *_DICTS)))
+_CONTAINERS = _DICTS | {id(list)}
 _PASSIVE = _SIMPLE | set(map(id, (tuple, range, complex, torch.Tensor, np.ndarray)))
 _OTHER = object()  # in place of a value that is not kept
 
@@ -82,9 +84,13 @@ class _Place:
         """Have a name stand for a value again, or for nothing."""
         raise NotImplementedError
 
-    def noted(self) -> dict[Any, Any]:
-        """What the names stand for now, without what may be large."""
-        return {name: value if id(type(value)) in _SIMPLE else _OTHER for name, value in self.now().items()}
+    def noted(self, kinds: Set[int]) -> dict[Any, Any]:
+        """What the names stand for now, where it is of one of these kinds, by id."""
+        return {name: value if id(type(value)) in kinds else _OTHER for name, value in self.now().items()}
+
+    def keeps(self, value: Any) -> bool:
+        """Whether a value that was noted is put back."""
+        return True
 
     def kinds(self) -> Any:
         """What changes if a generator is made here."""
@@ -113,8 +119,11 @@ class _Class(_Place):
     def put(self, name: Any, value: Any = UNSET) -> None:
         type.__delattr__(self.owner, name) if value is UNSET else type.__setattr__(self.owner, name, value)
 
-    def noted(self) -> dict[Any, Any]:
+    def noted(self, kinds: Set[int]) -> dict[Any, Any]:
         return dict(vars(self.owner))  # a class has many, and seldom sets any
+
+    def keeps(self, value: Any) -> bool:
+        return id(type(value)) in _SIMPLE
 
 
 class _Globals(_Place):
@@ -157,7 +166,7 @@ class _Elements(_Place):
 
     def now(self) -> Mapping[Any, Any]:
         held: Any = self._parent.now().get(self._name)
-        if type(held) in _DICTS and len(held) <= _SMALL:
+        if id(type(held)) in _DICTS and len(held) <= _SMALL:
             return dict(held)
         return dict(enumerate(held)) if type(held) is list and len(held) <= _SMALL else {}
 
@@ -225,24 +234,49 @@ class NearAttributes:
         places = [*map(_Object, near_objects(self._holders)), *self._outer]
         self._places = [*places, *(part for each in places for part in self._containers_in(each))]
         self._types = self._types_now()
+        self._find_generators()
         self.note()
+
+    def _find_generators(self) -> None:
+        self._generators = [
+            (place, name, value)
+            for place in self._places
+            for name, value in list(place.now().items())
+            if issubclass(type(value), self._kinds)
+        ]
+        self._kept_kinds = _SIMPLE | {id(type(generator)) for *_, generator in self._generators}
+
+    @property
+    def generators(self) -> list[Any]:
+        """The generators that stood in the places when these were looked at last."""
+        return [generator for *_, generator in self._generators]
+
+    def replaced(self) -> list[tuple[Any, Any]]:
+        """Each generator in whose place there is another one now, and that one; then they are known."""
+        pairs = [(known, place.now().get(name)) for place, name, known in self._generators]
+        found = [(known, now) for known, now in pairs if now is not known]
+        if found:
+            self._find_generators()
+        return [(known, now) for known, now in found if issubclass(type(now), self._kinds)]
 
     def _containers_in(self, place: _Place) -> Iterator[_Place]:
         if isinstance(place, _Memo) or not self._is_looked_into(place):
             return
         for name, value in list(place.now().items()):
-            if id(type(value)) in _CONTAINERS and not str(name).startswith("__"):
+            if id(type(value)) in _CONTAINERS and not (type(name) is str and name.startswith("__")):
                 yield _Elements(place, name, self._kinds)
 
     def _is_looked_into(self, place: _Place) -> bool:
         """Whether its containers are places: a module of torch has many that it makes itself."""
         if not isinstance(place, _Object) or type(place.owner) is types.FunctionType:
             return True
-        return any(place.owner is each for each in parts_of_chains(self._holders)) or is_users(place.owner)
+        return any(place.owner is each for each in parts_of_chains(self._holders)) or (
+            not is_opaque(place.owner) and is_users(place.owner)
+        )
 
     def note(self) -> None:
         """From here on, compare with what the places hold now."""
-        self.noted: Noted = [(each, each.noted()) for each in self._places]
+        self.noted: Noted = [(each, each.noted(self._kept_kinds)) for each in self._places]
 
     def all_now(self) -> Noted:
         """What all places hold now."""
@@ -266,17 +300,17 @@ class NearAttributes:
         )
 
 
-def put_back(noted: Noted, *, simple: bool = True) -> None:
+def put_back(noted: Noted, *, all_kinds: bool = False) -> None:
     """Have names stand for what was noted, and take away what was not there.
 
     Args:
-        simple: only for values of simple types, which are those that are kept of all places.
+        all_kinds: also for values of other types than the simple ones and generators.
     """
     for place, values in noted:  # never without a name in between: an interrupt may come
         now = place.now()
         others = [(name, value) for name, value in values.items() if value is not now.get(name, UNSET)]
         for name, value in others:
-            if not simple or id(type(value)) in _SIMPLE:
+            if value is not _OTHER and (all_kinds or place.keeps(value)):
                 place.put(name, value)
         for name in reversed([name for name in place.now() if name not in values]):
             place.put(name)
@@ -310,7 +344,7 @@ def _parts(value: Any, levels: int) -> Iterator[Any]:
     """The elements of a small container, and of containers in it."""
     if id(type(value)) not in _CONTAINERS | {id(tuple)} or len(value) > _SMALL or not levels:
         return
-    for part in list(value.values() if type(value) in _DICTS else value):
+    for part in list(value.values() if id(type(value)) in _DICTS else value):
         if id(type(part)) not in _PASSIVE or type(part) is tuple:
             yield part
             yield from _parts(part, levels - 1)
