@@ -420,8 +420,11 @@ class DataLoader(TorchDataLoader[T]):
     def _identity(self) -> dict[str, Any]:
         stream = self._stream
         if stream is not None:  # its samples are counted from its second pass on
-            count = len(passes_of(stream).ids()) if self._route() is not None else None
-            return {"samples": count, "fingerprints": [stream.plan.fingerprint]}
+            parts = passes_of(stream).parts() if self._route() is not None else None
+            count = len(passes_of(stream).ids()) if parts is not None else None
+            # The order of indices follows from them: the workers' parts take turns.
+            kept = parts.kept.tolist() if parts is not None else None
+            return {"samples": count, "fingerprints": [stream.plan.fingerprint], "parts": kept}
         if self._known is None:
             route = self._route()
             fingerprints = [cached.plan.fingerprint for cached in route.caches] if route is not None else []

@@ -333,10 +333,14 @@ def read_state(
         for own in state["beginning"]["samplers"]:
             _count(abs(own.get("epoch", 0)))
         bool(state["beginning"]["workers"])
+        for kept in saved_data.get("parts") or ():
+            _count(kept)
         saved_windows = [[_count(number) for number in window] for window in state["windows"]]
     except DAMAGE as error:
         raise damaged(error) from error
     _require_same_data(saved_data, identity)
+    if under_way:
+        _require_same_parts(saved_data.get("parts"), identity.get("parts"))
     _require_same_order(saved_cut, cut, under_way)
     if 0 in (saved_cut.ranks, cut.ranks) and (position.dealt or saved_cut.ranks != cut.ranks):
         raise damaged(ValueError("its sampler does not divide the order among ranks"))
@@ -375,6 +379,20 @@ def _require_same_data(saved: dict[str, Any], now: dict[str, Any]) -> None:
             "transforms have changed); load it into a loader over the same dataset, or name the cache with "
             "key=."
         )
+
+
+def _require_same_parts(theirs: list[int] | None, ours: list[int] | None) -> None:
+    """Refuse the order of a recorded stream where it is another, as its parts are."""
+    if theirs is not None and ours is not None and theirs != ours:
+        raise StateError(
+            f"the state is from a stream whose workers recorded {_numbers(theirs)} samples, and here they "
+            f"recorded {_numbers(ours)}, which gives another order; record it by as many workers "
+            f"(fill(num_workers={len(theirs)})), or keep it in a session (session=)."
+        )
+
+
+def _numbers(parts: list[int]) -> str:
+    return ", ".join(map(str, parts[:8])) + (", ..." if len(parts) > 8 else "")
 
 
 def _require_same_order(saved: BatchCut, now: BatchCut, under_way: bool) -> None:

@@ -635,6 +635,35 @@ class TestRecorded:
             assert values(other) == rest
             assert sorted(values(other)) == list(range(N))
 
+    def test_a_state_is_of_the_order_in_which_workers_recorded_it(self) -> None:
+        class Halves(Numbers):
+            def __iter__(self) -> Iterator[Any]:
+                info = get_worker_info()
+                worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
+                for number in range(worker * N // workers, (worker + 1) * N // workers):
+                    yield torch.tensor(float(number)), number
+
+        def make(workers: int) -> Any:
+            stream = hotset.cache(Halves(N), memory="10MiB")
+            stream.fill(num_workers=workers)
+            return hotset.DataLoader(stream, batch_size=4)
+
+        loader, same, other = make(2), make(2), make(0)
+        batches = iter(loader)
+        for _ in range(3):
+            next(batches)
+        state = loader.state_dict()
+        same.load_state_dict(state)
+        assert values(same) == values(batches)
+        said = failure(lambda: other.load_state_dict(state))
+        assert said is not None
+        assert said.kind is hotset.StateError
+        assert "fill(num_workers=2)" in said.text
+        assert is_a_sentence(said.text)
+        other.load_state_dict(loader.state_dict())  # between two passes
+        for each in (loader, same, other):
+            each.dataset.close()
+
     @pytest.mark.parametrize("persistent", [False, True])
     def test_the_pass_after_a_resumed_first_one_is_recorded(self, persistent: bool) -> None:
         def make() -> Any:
