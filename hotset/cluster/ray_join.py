@@ -226,17 +226,18 @@ def stop(address: str, session: str) -> int:
             with contextlib.suppress(ValueError):  # it has just ended
                 node = ray.get_actor(name, namespace=NAMESPACE)
                 asked[name] = node, node.destroy.remote()
-    freed, late = 0, []
+    freed, silent = 0, []
     deadline = time.monotonic() + _DESTROY_SECONDS
     for name, (node, answer) in asked.items():
         try:
             freed += ray.get(answer, timeout=max(deadline - time.monotonic(), 0.1))
-        except ray.exceptions.GetTimeoutError:
-            late.append(name.rpartition(":")[2])
-        except Exception:  # its machine is gone, and the memory with it
-            pass
+        except Exception:  # it is late, or its process, or its machine, is dead
+            silent.append(name)
         with contextlib.suppress(Exception):
             ray.kill(node)
+    # With a machine its memory is gone.
+    alive = {node_name(session, each["NodeID"]) for each in ray.nodes() if each["Alive"]} if silent else {}
+    late = [name.rpartition(":")[2] for name in silent if name in alive]
     if late:
         raise ClusterError(
             f"session {session!r} has ended, but {len(late)} of its machines (Ray's nodes {', '.join(late)}) "

@@ -320,7 +320,8 @@ def test_a_machine_that_does_not_say_that_it_is_freed_is_named_and_ended_all_the
     answers: dict[str, Any] = {
         "hotset-one:aa": 100,
         "hotset-one:bb": TimeoutError(),
-        "hotset-one:cc": OSError(),
+        "hotset-one:cc": OSError(),  # of a machine that is gone
+        "hotset-one:dd": OSError(),  # of one whose process is dead
     }
 
     def get(answer: Any, timeout: float) -> Any:
@@ -337,7 +338,7 @@ def test_a_machine_that_does_not_say_that_it_is_freed_is_named_and_ended_all_the
     there = [{"name": name, "namespace": joining.NAMESPACE} for name in names]
     fake = types.SimpleNamespace(
         util=types.SimpleNamespace(list_named_actors=lambda all_namespaces: there),
-        exceptions=types.SimpleNamespace(GetTimeoutError=TimeoutError),
+        nodes=lambda: [{"NodeID": name, "Alive": name != "cc"} for name in ("aa", "bb", "cc", "dd")],
         get_actor=actor,
         get=get,
         kill=lambda actor: killed.append(actor.name),
@@ -345,12 +346,12 @@ def test_a_machine_that_does_not_say_that_it_is_freed_is_named_and_ended_all_the
     monkeypatch.setattr(joining, "_connect", lambda address: fake)
     found = failure(lambda: joining.stop("auto", "one"))
     assert found.kind is hotset.ClusterError
-    assert "(Ray's nodes bb)" in found.text
+    assert "(Ray's nodes bb, dd)" in found.text
     assert "hotset session destroy one" in found.text
     assert is_a_sentence(found.text)
-    assert sorted(killed) == ["hotset-one", "hotset-one:aa", "hotset-one:bb", "hotset-one:cc"]
-    answers["hotset-one:bb"] = 11
-    assert joining.stop("auto", "one") == 111
+    assert sorted(killed) == ["hotset-one", *(f"hotset-one:{name}" for name in ("aa", "bb", "cc", "dd"))]
+    answers.update({"hotset-one:bb": 11, "hotset-one:dd": 5})
+    assert joining.stop("auto", "one") == 116
     assert joining.sessions("auto") == ["one-more"]
 
 
