@@ -87,14 +87,18 @@ class Throttle:
             raise ValueError(f"bytes_per_second must be above 0, got {bytes_per_second}.")
         if not 0 <= latency_seconds < float("inf"):
             raise ValueError(f"latency_seconds must be 0 or more, got {latency_seconds}.")
-        # As bytes, because a text that names a file counts in a dataset's fingerprint with the file's date,
-        # and this one's changes with every request.
-        self._file = os.fsencode(os.path.abspath(file))
+        # As numbers, because a path counts in a dataset's fingerprint with the file's date, and this one's
+        # changes with every request.
+        self._path = tuple(os.fsencode(os.path.abspath(file)))
         self._bytes_per_second = bytes_per_second
         self._latency = round(latency_seconds * _SECOND)
         self._clock = clock
         self._sleep = sleep
         self.counts()
+
+    @property
+    def _file(self) -> str:
+        return os.fsdecode(bytes(self._path))
 
     def read(self, path: str | os.PathLike[str]) -> bytes:
         """Return what is in the file ``path``, once the link has passed it.
@@ -147,7 +151,7 @@ class Throttle:
         try:
             if not lock(fd, 0, _PATIENCE_SECONDS):
                 raise TimeoutError(
-                    f"the state of the link in {os.fsdecode(self._file)} has been locked for "
+                    f"the state of the link in {self._file} has been locked for "
                     f"{_PATIENCE_SECONDS:g} s; resume or end the process that was stopped with it."
                 )
             try:

@@ -57,11 +57,15 @@ class Link:
     """
 
     def __init__(self, file: Path, bytes_per_second: float, latency: float) -> None:
-        # As bytes: a text that names a file counts in a dataset's fingerprint with that file's date, and
-        # this one changes with every request.
-        self.file = os.fsencode(file)
+        # As numbers: a path counts in a dataset's fingerprint with that file's date, and this one changes
+        # with every request.
+        self.path = tuple(os.fsencode(file))
         self.bytes_per_second = bytes_per_second
         self.latency = latency
+
+    @property
+    def file(self) -> str:
+        return os.fsdecode(bytes(self.path))
 
     def read(self, path: str) -> bytes:
         content = Path(path).read_bytes()
@@ -76,7 +80,7 @@ class Link:
     @property
     def requests(self) -> int:
         """Of all processes."""
-        return int(struct.unpack("dq", Path(os.fsdecode(self.file)).read_bytes().ljust(16, b"\0"))[1])
+        return int(struct.unpack("dq", Path(self.file).read_bytes().ljust(16, b"\0"))[1])
 
 
 def random_crop(content: bytes) -> torch.Tensor:

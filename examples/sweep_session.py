@@ -49,15 +49,15 @@ class Pictures(Dataset[tuple[torch.Tensor, int]]):
 
     def __init__(self, folder: Path, reads: Path) -> None:
         self.samples = Photographs(folder).samples
-        # As bytes: a text that names a file counts in a dataset's fingerprint with that file's date.
-        self.reads = os.fsencode(reads)
+        # As numbers: a path counts in a dataset's fingerprint with that file's date.
+        self.reads = tuple(os.fsencode(reads))
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         path, label = self.samples[index]
-        with open(self.reads, "ab", buffering=0) as reads:
+        with open(bytes(self.reads), "ab", buffering=0) as reads:
             reads.write(b".")
         with Image.open(path) as image:
             resized = image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BILINEAR)
