@@ -96,9 +96,9 @@ class _Rounds:
                 # With a key of its own: one dataset has one cache in a job.
                 dataset = Subset(self._pictures, range(count))
                 caches[name] = stack.enter_context(cache(dataset, key=name))
-            attachment = current_of(caches[WATCHED])._attachment
-            timed = attachment.watch = _Timed(attachment.watch)
-            current_of(caches[UNWATCHED])._attachment.watch = NoDrawWatch()
+            fillers = {name: current_of(cached).store.filler for name, cached in caches.items()}
+            timed = fillers[WATCHED].watch = _Timed(fillers[WATCHED].watch)
+            fillers[UNWATCHED].watch = NoDrawWatch()
             for turn, start in enumerate(range(0, count, _BATCH)):
                 batch = list(range(start, min(start + _BATCH, count)))
                 for name in list(spent)[:: -1 if turn % 2 else 1]:
@@ -108,5 +108,7 @@ class _Rounds:
             for name, cached in caches.items():
                 if cached.stats().cached != count:
                     raise WrongData(f"{name}: {cached.stats().cached} of {count} photographs were cached")
+        if not timed.seconds:
+            raise WrongData("the watch was never asked")
         self._shares.append(timed.seconds / spent[WATCHED])
         return spent
