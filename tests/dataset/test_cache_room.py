@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import equal_batches, is_a_sentence, memory_files, recorded
+from kills import in_child
 from PIL import Image
 from samples import half_megabyte, kilobyte
 from sources import Counting, ReadLog, Samples
@@ -41,6 +42,23 @@ def test_too_little_memory_caches_what_fits_with_one_warning(caught: list[warnin
         assert len(said) == 1
         assert "memory" in said[0]
         assert is_a_sentence(said[0])
+
+
+@pytest.mark.parametrize("child_first", [False, True])
+def test_of_several_processes_one_warns(child_first: bool, tmp_path: Path) -> None:
+    """A new process has given no warning yet, and knows of another's by the cache alone."""
+    with hotset.cache(Samples(half_megabyte, 64), memory="8MB") as cached:
+
+        def read() -> None:
+            with recorded() as found:
+                for i in range(64):
+                    equal_batches(cached[i], half_megabyte(i))
+            with open(tmp_path / "said", "a") as said:
+                said.writelines("x" for _ in _hotsets(found))
+
+        for here in (not child_first, child_first):
+            read() if here else in_child(read)
+        assert (tmp_path / "said").read_text() == "x"
 
 
 def picture(index: int) -> Image.Image:

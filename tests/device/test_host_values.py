@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sinking import FakeGraphs, Training
-from test_cuda_graph import ALIKE, Make, sink_on, trained_alike
+from sinking import BATCH, FakeGraphs, Training
+from test_cuda_graph import ALIKE, Make, batches, sink_on, trained_alike
 from torch import nn
 from training import one_thread
 
@@ -174,6 +174,16 @@ def test_what_the_step_does_not_read_or_counts_itself_costs_no_capture(sink_on: 
     assert (graphs.captures, graphs.replays) == (1, 30 - 3)
     assert training.epoch == 6
     assert training.best > 0
+
+
+def test_what_a_step_counts_in_shorter_batches_costs_no_capture(sink_on: Make) -> None:
+    """These are run by Python until they have a graph of their own."""
+    training = Trainer()
+    graphs = FakeGraphs(training)
+    sink = sink_on(graphs, training.step, batches(*[BATCH] * 4, 2), 5)
+    for _ in range(6):
+        sink()
+    assert (graphs.captures, graphs.replays) == (2, 30 - 2 * 3)
 
 
 def test_small_arrays_and_tensors_of_the_host_count_by_their_numbers() -> None:
