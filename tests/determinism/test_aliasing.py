@@ -453,6 +453,20 @@ def test_an_in_place_chain_over_arrays_that_the_dataset_keeps_is_refused(keep: s
     assert not dataset.kept
 
 
+def test_an_in_place_chain_over_a_file_that_is_mapped_at_each_reading_is_refused(tmp_path: Path) -> None:
+    class Mapped(HalvesByName):
+        def __getitem__(self, index: int) -> Any:
+            rows = np.memmap(tmp_path / "rows", "f4", "r+", shape=(N, 3))
+            return self.transform(x=torch.from_numpy(rows[index]))
+
+    dataset = Mapped(keep="")
+    np.stack(dataset.items).tofile(tmp_path / "rows")
+    before = (tmp_path / "rows").read_bytes()
+    with pytest.raises(hotset.NotCacheable, match="changes in place what the dataset holds"):
+        hotset.cache(dataset, memory="1MiB")
+    assert (tmp_path / "rows").read_bytes() == before
+
+
 def test_a_value_that_cannot_be_copied_gives_a_warning(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_text("text")

@@ -23,6 +23,7 @@ from hotset.dataset.transform_attributes import TRANSFORM_NAMES, CopiedAttribute
 from hotset.determinism.aliasing import have_common_memory, owns_all
 from hotset.determinism.chain import Values, leaves, takes_keywords
 from hotset.determinism.equality import content_digests
+from hotset.determinism.fingerprint.content_hash import mapped_files
 from hotset.determinism.objects.safe_access import attributes_of
 from hotset.determinism.timing import typical
 
@@ -193,8 +194,8 @@ def passes_shared_objects(pipeline: Pipeline, index: int, left: Collection[int])
     """For each of a dataset's own chains, whether its input is also referred to by another object.
 
     ``__getitem__`` itself refers to the input while it runs, so the references are counted after it returned.
-    Who else refers to the array below ``torch.from_numpy(array)`` is not known: such an input is read once
-    more, and is another's if both have the same memory.
+    Who else refers to the array below ``torch.from_numpy(array)`` is not known: such an input is another's if
+    its memory is a file's, or if it has the same memory when it is read once more.
 
     Args:
         left: numbers of chains that stay where they are, and of which this is not known.
@@ -204,10 +205,15 @@ def passes_shared_objects(pipeline: Pipeline, index: int, left: Collection[int])
     shared = [not owns_all(values, found) for values, found in zip(given, foreign, strict=True)]
     if not any(foreign):
         return shared
+    shared = [known or any(map(_is_of_file, found)) for known, found in zip(shared, foreign, strict=True)]
     again = _given_values(pipeline, index, left)
     for number, values in enumerate(again):
         owns_all(values, foreign[number])
     return [known or have_common_memory(found) for known, found in zip(shared, foreign, strict=True)]
+
+
+def _is_of_file(tensor: torch.Tensor) -> bool:
+    return bool(mapped_files([(tensor.data_ptr(), max(tensor.nbytes, 1))]))
 
 
 def _given_values(pipeline: Pipeline, index: int, left: Collection[int]) -> list[list[Any]]:
