@@ -29,7 +29,8 @@ from hotset.determinism.objects.safe_access import attributes_of, content_of_cel
 
 __all__ = ["HostValues"]
 
-_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+# By id: a class of the user's may have no hash.
+_PLAIN = frozenset(map(id, (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)))
 _FEW = 64  # entries of a dict of settings, numbers in an array, or in a tensor that is not on the device
 _CALL = "__call__"
 _CALLED_UNNAMED, _MODE = frozenset({_CALL, "forward"}), frozenset({"training"})
@@ -134,13 +135,15 @@ class _Attributes:
 def _shown(value: Any) -> Any:
     """A plain value, or a few of them; None for all else."""
     kind = type(value)
-    if kind in _PLAIN:
+    if id(kind) in _PLAIN:
         return value
     if kind is dict and len(value) <= _FEW:
-        return {key: each for key, each in value.items() if type(key) is str and type(each) in _PLAIN}
+        plain = ((key, each) for key, each in value.items() if id(type(each)) in _PLAIN)
+        return {key: each for key, each in plain if type(key) is str}
     is_small = kind is np.ndarray and value.size <= _FEW and not value.dtype.hasobject
     if is_small or issubclass(kind, np.generic):
         return value.tobytes()
-    if kind is torch.Tensor and value.device.type == "cpu" and value.numel() <= _FEW:
+    is_small = kind is torch.Tensor and value.numel() <= _FEW and value.layout is torch.strided
+    if is_small and value.device.type == "cpu" and not value.is_quantized:
         return repr(value.tolist())  # in which nan is equal to itself
     return None

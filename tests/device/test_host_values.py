@@ -205,6 +205,43 @@ def test_small_arrays_and_tensors_of_the_host_count_by_their_numbers() -> None:
     assert values.now() != before
 
 
+class Raises:
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+class WithoutHash(type):
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Odd(metaclass=WithoutHash):
+    weight = 1.0
+
+
+ODD: dict[str, Callable[[], Any]] = {
+    "raises": Raises,
+    "a class without a hash": lambda: Odd,
+    "an object of it": Odd,
+    "a dict with other keys": lambda: {1: 2, "odd": Odd()},
+    "nan": lambda: float("nan"),
+    "numpy's nan": lambda: np.float64("nan"),
+    "an array of objects": lambda: np.array([object()]),
+    "a sparse tensor": lambda: torch.eye(2).to_sparse(),
+    "a tensor without memory": lambda: torch.zeros(3, device="meta"),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_odd_values_end_no_step_and_do_not_count_as_changed(kind: str) -> None:
+    held = ODD[kind]()
+
+    def step(batch: Any) -> Any:
+        return batch, held, Odd.weight
+
+    values = HostValues(step)
+    assert values.now() == values.now()
+
+
 def test_of_ranks_only_whether_modules_train_counts() -> None:
     """A rank that captured alone would wait for the others for ever."""
     settings, network = types.SimpleNamespace(weight=1.0), nn.Sequential(nn.Dropout())
