@@ -69,6 +69,7 @@ trainers: $(VENV)/.installed
 stress: $(VENV)/.installed
 	$(BIN)/python -m tests.stress --seconds 300
 	$(BIN)/python -m tests.random_programs --seconds 300
+	$(BIN)/python -m tests.random_streams --seconds 300
 
 # On a machine with a GPU: the checks, and the table of figures. Without one it is skipped, and says so.
 gpu: $(VENV)/.installed

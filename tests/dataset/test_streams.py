@@ -921,6 +921,45 @@ def test_a_stream_is_recorded_anew_after_what_it_holds_was_set_on_the_stream_its
         assert cached.recorded
 
 
+class Large(Marked):
+    """Large samples, of which it counts those that it gives."""
+
+    given = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, each in enumerate(share(self.count)):
+            self.given += 1
+            yield torch.full((4096,), float(number)), self.mark + each
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_is_set_on_a_stream_that_was_recorded_in_part_is_noticed(workers: int) -> None:
+    stream = Large(N)
+    with recorded(), hotset.cache(stream, memory="400KiB") as cached:
+        loader = hotset.DataLoader(cached, batch_size=4, num_workers=workers)
+        for mark, hits in ((0, False), (0, True), (1000, False), (1000, True), (1000, True)):
+            stream.mark = mark
+            assert sorted(values(loader)) == [mark + number for number in range(N)]
+            assert bool(loader.last_epoch.hit_rate) is hits  # its own counter is no change
+        assert not cached.recorded
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_what_is_set_while_workers_record_a_stream_is_noticed(ends: bool) -> None:
+    stream = Marked(N)
+    with recorded(), hotset.cache(stream, memory="10MiB") as cached:
+        loader = hotset.DataLoader(cached, batch_size=8, num_workers=1)
+        batches = iter(loader)
+        next(batches)
+        stream.mark = 1000
+        if ends:
+            assert len(list(batches)) == len(range(8, N, 8))
+        del batches
+        for _ in range(2):
+            assert values(loader) == [1000 + number for number in range(N)]
+        assert loader.last_epoch.hit_rate == 1
+
+
 def test_a_pass_over_recorded_samples_ends_with_an_error_once_an_attribute_was_set() -> None:
     with hotset.cache(Marked(N), memory="10MiB") as cached:
         loader = hotset.DataLoader(cached, batch_size=8)
@@ -1042,8 +1081,50 @@ def test_a_closed_stream_comes_as_it_is() -> None:
         assert sorted(values(loader)) == list(range(N))
 
 
+class Reordered(Numbers):
+    """Another order in each epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        numbers = list(share(self.count))
+        random.Random(self.epoch).shuffle(numbers)
+        yield from ((torch.full(self.shape, float(number)), number) for number in numbers)
+
+
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 class TestTooLittleRoom:
+    @pytest.mark.parametrize("kind", [Shuffled, Reordered])
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_all_samples_come_from_a_stream_whose_order_may_be_another(
+        self, kind: type[Numbers], workers: int
+    ) -> None:
+        plain = DataLoader(kind(N, shape=(4096,)), batch_size=4, num_workers=workers)
+        with recorded() as told, hotset.cache(kind(N, shape=(4096,)), memory="400KiB") as stream:
+            loader = hotset.DataLoader(stream, batch_size=4, num_workers=workers)
+            found = []
+            for used, dataset in ((loader, stream), (plain, plain.dataset)):
+                seed_everything()
+                epochs = []
+                for epoch in range(4):
+                    if isinstance(plain.dataset, Reordered):
+                        dataset.set_epoch(epoch)  # type: ignore[attr-defined]
+                    epochs.append((values(used), rng_states()))
+                found.append(epochs)
+            assert found[0] == found[1]
+            assert sorted(found[0][3][0]) == list(range(N))
+            for what in (lambda: len(stream), lambda: stream[0]):
+                with pytest.raises(TypeError, match="more memory= or a spill="):
+                    what()
+            stream.fill()  # at once
+        said = [str(one.message) for one in told if "recorded" in str(one.message)]
+        assert len(said) == 1, said
+        assert "all samples come from the stream" in said[0]
+        assert is_a_sentence(said[0])
+
     def test_recorded_samples_come_first_and_the_stream_gives_the_rest(self) -> None:
         stream = hotset.cache(Numbers(N, shape=(4096,)), memory="400KiB")
         loader = hotset.DataLoader(stream, batch_size=4, shuffle=True, num_workers=2)

@@ -186,7 +186,7 @@ class CachedStream(DatasetProxy[T]):
             (['a', 'b', 'c'], 'c')
         """
         require_worker_count(num_workers)
-        if self._hotset_passes.state in ("whole", "in part"):
+        if self._hotset_passes.has_index(in_part=True) or self._hotset_passes.has_unknown_rest:
             return
         recording = followed_passes(self).recording(num_workers, 64)
         recording.silent = True

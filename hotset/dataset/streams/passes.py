@@ -4,6 +4,7 @@
 all parts have ended                   the dataset has a length and an index
 all have ended, but not all fit        the recorded samples first, in any order; then the stream is run again,
                                        and gives those that are not recorded
+the same, and its order may change     the stream is run, as its rest cannot be told
 other ranks or workers than before     nothing recorded can be used: recorded anew, with a warning
 the stream gave other samples          the same
 recorded by another living process     this pass is not recorded
@@ -82,6 +83,9 @@ class StreamPasses:
         self._of_pass: tuple[weakref.ref[object], Ids] | None = None  # the fetcher of torch's loader, and ids
         self._is_believed = declared(stream) == "deterministic" or arguments.key is not None
         self._comparing = Comparing(self.name)
+        self._by_workers = False  # whether a pass that records was begun, and runs in processes of its own
+        self._began: HeldAttributes | None = None  # what the stream held as that pass began
+        self._moved: frozenset[str] = frozenset()  # what such a pass has changed, in this process
         self.look()
         self._open = 0  # how many passes were begun here since one reached the stream's end
 
@@ -96,7 +100,17 @@ class StreamPasses:
         parts = self.parts()
         state = parts.state if parts is not None else "nothing"
         # The rest can come from the stream only as it was divided when the others were recorded.
-        return "recording" if state == "in part" and _own_parts(parts) is None else state
+        is_told = _own_parts(parts) is not None and not self.has_unknown_rest
+        return "recording" if state == "in part" and not is_told else state
+
+    @property
+    def has_unknown_rest(self) -> bool:
+        """Whether not all samples are recorded, and the rest cannot be told: its order is not always one."""
+        parts = self.parts()
+        if parts is None or parts.state != "in part":
+            return False
+        facts = StreamFacts.of(parts.store)
+        return facts.shuffled or facts.by_epoch
 
     def ids(self) -> Ids:
         """The ids of the recorded samples, in the order of their indices."""
@@ -156,8 +170,12 @@ class StreamPasses:
         parts = self.parts()
         rank, ranks = _rank_of(parts)
         number, division = 0, parts.division if parts is not None else (0, 0)
-        if parts is not None and rest is None and not replay and self._begin(parts, ranks, max(workers, 1)):
+        records = parts is not None and rest is None and not (replay or self.has_unknown_rest)
+        if parts is not None and records and self._begin(parts, ranks, max(workers, 1)):
             number, division = parts.new_pass(), (ranks, max(workers, 1))
+            self._by_workers = workers > 0
+            self.look()
+            self._began = self._held or self._held_now()
         return StreamRecording(
             self._stream, self.access, rank, number, rest=rest, group=group, division=division
         )
@@ -192,21 +210,27 @@ class StreamPasses:
         return parts.divide(ranks, workers)
 
     def look(self) -> None:
-        """From here on, compare with what the stream holds now, if all of it is recorded.
+        """From here on, compare with what the stream holds now.
 
-        Before, what reading changes (a position, a counter) could not be told from what the user does.
+        Not while this process records it itself: what reading changes (a position, a counter) could not be
+        told from what the user does.
         """
-        self._held: HeldAttributes | None = None  # what the stream held as it was recorded
-        if self._is_believed or self.state != "whole":
-            return
+        recorded = self.has_index(in_part=True)
+        self._held = self._held_now() if recorded or self._by_workers else None
+
+    def _held_now(self) -> HeldAttributes | None:
+        """What the stream holds now; without what changes as this process runs it for the rest."""
+        if self._is_believed:
+            return None
         stream, names = self._stream, reading_code(self._stream).names
-        self._held = self._comparing.run(
-            lambda: HeldAttributes.of(
-                stream,
-                room=Room(outermost=0),
-                counts=lambda owner, name: owner is not stream or names is None or name in names,
-            )
-        )
+        moved = self._moved if self.state == "in part" else frozenset()
+
+        def counts(owner: Any, name: str) -> bool:
+            if f"{type(owner).__name__}.{name}" in moved:
+                return False
+            return owner is not stream or names is None or name in names
+
+        return self._comparing.run(lambda: HeldAttributes.of(stream, room=Room(outermost=0), counts=counts))
 
     def change(self) -> Difference | None:
         """An attribute that samples may depend on, and that has changed since the stream was recorded."""
@@ -217,6 +241,8 @@ class StreamPasses:
         """Warn of what a pass that has reached its end could not record."""
         self._open = 0
         if self._held is None:
+            if self._began is not None:
+                self._moved = frozenset(self._comparing.run(self._began.moved) or ())
             self.look()
         parts = self.parts()
         if parts is None or parts.state not in ("whole", "in part"):
@@ -225,11 +251,13 @@ class StreamPasses:
         if parts.state == "in part":
             reasons = parts.reasons()
             why = "; ".join(text for reason, text in _REASONS.items() if reason in reasons)
-            self.warn(
-                f"{kept:,} of {given:,} samples of {name} are recorded: {why}. In each epoch the recorded "
-                "ones come first, and then the stream is run again for the rest.",
-                "in part",
-            )
+            then = "In each epoch the recorded ones come first, and then the stream is run for the rest."
+            if self.has_unknown_rest:
+                then = (
+                    "Its order may be another in each run, so the rest cannot be told from them, and all "
+                    "samples come from the stream; or leave out its shuffle, and shuffle by the loader."
+                )
+            self.warn(f"{kept:,} of {given:,} samples of {name} are recorded: {why}. {then}", "in part")
         self._warn_of_copies(parts)
 
     def tell_of_order(self) -> None:
@@ -346,7 +374,7 @@ class StreamPasses:
         state, name = self.state, self.name
         if state == "whole":
             return
-        if state == "in part":
+        if state == "in part" or self.has_unknown_rest:
             raise TypeError(
                 f"{name} has no {what}, as not all of it could be recorded; give more memory= or a spill=, "
                 "or use hotset.DataLoader, which runs the stream again for the rest."
@@ -362,7 +390,7 @@ class StreamPasses:
             self.access.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_known": None, "_of_pass": None, "_held": None}
+        return {**self.__dict__, "_known": None, "_of_pass": None, "_held": None, "_began": None}
 
 
 _REASONS = {

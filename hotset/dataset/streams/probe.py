@@ -61,6 +61,7 @@ class StreamFacts(NamedTuple):
         entropy: whether reading takes entropy that the first samples do not depend on.
         own: whether a run has generators of its own that are seeded anew each time.
         shuffled: whether another run gives another order.
+        by_epoch: whether another epoch may give another order.
         batch_size: how many samples each item holds, if the stream says so; otherwise 0.
         alone: whether no other process can use the cache.
     """
@@ -69,6 +70,7 @@ class StreamFacts(NamedTuple):
     entropy: bool = True
     own: bool = False
     shuffled: bool = False
+    by_epoch: bool = False
     batch_size: int = 0
     alone: bool = True
 
@@ -160,14 +162,15 @@ def probe_stream(stream: Any, name: str, declaration: str | None) -> StreamProbe
         moved = generators.any_moved
         # Generators go on from where the first run left them: a stream that draws differs.
         second = _first_samples(plain, most=len(first.read))
-        by_epoch = declaration is None and plain is not stream and _depends_on_epoch(plain, first.read)
+        is_tried = declaration is None and plain is not stream
+        by_epoch, reorders = _in_another_epoch(plain, first) if is_tried else (False, may_reorder(stream))
     note, warning = "the stream is declared deterministic", None
     facts = StreamFacts(shuffled=not _are_alike(first, second))
     if declaration != "deterministic":
         note, warning, facts = _compared(name, first, second, moved)
     samples = [each.sample for each in first.read[:PLANNED]]
     size = batch_size_of(stream)
-    facts = facts._replace(batch_size=size if _are_batches(samples, size) else 0)
+    facts = facts._replace(by_epoch=reorders, batch_size=size if _are_batches(samples, size) else 0)
     return StreamProbe(samples, first.seconds, facts, note, warning, by_epoch)
 
 
@@ -176,13 +179,14 @@ def _are_alike(first: _Run, second: _Run) -> bool:
     return second.digests == first.digests[: len(second.read)]
 
 
-def _depends_on_epoch(stream: Any, first: list[_Sample]) -> bool:
-    """Whether another epoch gives other samples than the first ones of this one, and not in another order."""
+def _in_another_epoch(stream: Any, first: _Run) -> tuple[bool, bool]:
+    """Whether another epoch gives other samples, and whether it may give another order."""
     if not may_reorder(stream) or is_hugging_face(stream):
-        return False
+        return False, may_reorder(stream)
     epoch = getattr(stream, "epoch", 0)
     stream.set_epoch(epoch + 1 if isinstance(epoch, int) else 1)
-    return _others(first, _first_samples(stream, most=len(first)).read) is not None
+    again = _first_samples(stream, most=len(first.read))
+    return _others(first.read, again.read) is not None, not _are_alike(first, again)
 
 
 def _compared(name: str, first: _Run, second: _Run, moved: bool) -> tuple[str, str | None, StreamFacts]:
