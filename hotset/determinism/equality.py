@@ -67,6 +67,7 @@ _CONTAINERS = (dict, list, tuple)  # as such, these have no attributes
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 _MANY = 1_000  # values that have one digest together: a vocabulary's would take a minute
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_HASHED_BY_IDENTITY = (weakref.ref, types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType)
 # Files in memory; other iterators are another one each time.
 _IN_MEMORY = (io.BytesIO, io.StringIO)
 _PICKLED_BY = ("__reduce_ex__", "__reduce__", "__getstate__")
@@ -103,7 +104,7 @@ def differs(a: object, b: object, *, across: bool = False) -> str | None:
 
 
 def content_digests(sample: object) -> dict[str, bytes]:
-    """Return a digest of every tensor, array, image, number and text in ``sample``, by its place in the tree.
+    """Return a digest of every tensor, array, image and other value in ``sample``, by its place in the tree.
 
     A source may change an object that it has returned before, and return it again. Two readings are then one
     object, in which :func:`differs` finds nothing; digests taken before the second reading show it. There
@@ -532,10 +533,11 @@ def _content(node: Any) -> Any:
         return _tensor_bytes(node) if dense and node.numel() else None
     if _is_image(node):
         return b"%b%a" % (_of_picture(node.tobytes), palette_of(node))
-    if is_a(node, np.ndarray) and not node.dtype.hasobject:
-        # An array of objects would give pointers; its items are its children.
-        plain = node.dtype.kind in "fc" and node.size
-        return array_bytes(np.asarray(node)).tobytes() if plain else node.tobytes()
+    if is_a(node, (np.ndarray, np.generic)):
+        found = np.asarray(node)
+        # Of objects these would be pointers, and between fields is padding: what counts are its children.
+        plain = not (found.dtype.hasobject or found.dtype.names or found.dtype.kind == "T")
+        return array_bytes(found).tobytes() if plain and found.nbytes else None
     if is_a(node, (bool, int, float, complex, str, bytes, bytearray)):
         return repr(node).encode("utf-8", "surrogatepass")
     if is_a(node, (set, frozenset)):  # its members have no places, at which each could be looked at
@@ -544,7 +546,15 @@ def _content(node: Any) -> Any:
         return node.tobytes()
     if is_a(node, (dict, *_ORDERED)):
         return str(len(node)).encode()
-    return None
+    return str(hash(node)).encode() if _is_hashed_by_value(node) else None
+
+
+def _is_hashed_by_value(node: Any) -> bool:
+    """Whether this is a value without children whose hash tells it from others: a date, an enum."""
+    hashed: Any = type(node).__hash__
+    if is_a(node, _HASHED_BY_IDENTITY) or hashed is None or hashed is object.__hash__:
+        return False
+    return is_a(node, _WHOLE) or solid_base(type(node)) is not object
 
 
 def _digests(node: Any, where: str, entered: dict[int, Any]) -> Iterator[tuple[str, bytes]]:

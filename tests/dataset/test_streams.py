@@ -1338,6 +1338,19 @@ class TestOtherSamples:
             ):
                 hotset.cache(stream, memory="1MiB")
 
+    @pytest.mark.parametrize("kind", [int, np.int64, np.float32, np.datetime64])
+    def test_random_content_is_refused_whatever_the_samples_are(self, kind: Any) -> None:
+        class Timed(Numbers):
+            count = itertools.count()
+
+            def __iter__(self) -> Iterator[Any]:
+                for _ in range(20):
+                    number = next(Timed.count)
+                    yield kind(number, "D") if kind is np.datetime64 else kind(number)
+
+        with pytest.raises(hotset.NotCacheable, match="none occurred in a second run"):
+            hotset.cache(Timed(), memory="1MiB")
+
     def test_a_refused_stream_is_read_no_further_than_one_comparison_takes(self) -> None:
         runs: list[int] = []
 

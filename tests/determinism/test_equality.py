@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import datetime
 import decimal
+import enum
 import inspect
 import io
 import math
@@ -45,6 +46,11 @@ class Slotted:
     __slots__ = ("image", "label")
     image: Any
     label: int
+
+
+class Kind(enum.Enum):
+    FIRST = 1
+    SECOND = 2
 
 
 class Text(str):
@@ -249,6 +255,25 @@ def test_undefined_bytes_of_long_doubles_are_no_change() -> None:
     assert content_digests(first) != content_digests(first + 1)
 
 
+def test_padding_between_the_fields_of_an_array_is_no_change() -> None:
+    def rows(padding: int) -> Any:
+        kind = np.dtype([("a", "i1"), ("b", "f8")], align=True)
+        made = np.full(3 * kind.itemsize, padding, np.uint8).view(kind)
+        made["a"], made["b"] = 1, 2.5
+        return made
+
+    assert differs(rows(7), rows(9)) is None
+    assert content_digests(rows(7)) == content_digests(rows(9))
+
+
+def test_what_is_made_anew_for_each_object_has_no_digest() -> None:
+    class Held:
+        def method(self) -> None: ...
+
+    assert content_digests({"x": Held().method}) == content_digests({"x": Held().method})
+    assert content_digests({"x": [].append}) == content_digests({"x": [].append})
+
+
 def test_bools_are_compared_by_their_truth() -> None:
     bools = np.asarray(Image.fromarray(np.eye(3, dtype=np.uint8) * 255).convert("1"))
     assert bools.view(np.uint8).max() == 255, "as Pillow makes them"
@@ -402,6 +427,13 @@ def test_values_that_cannot_be_compared_count_as_different() -> None:
         ({"seen": {1, "a"}}, lambda sample: sample["seen"].add(2)),
         ([array.array("i", [1, 2])], lambda sample: sample[0].append(3)),
         (Image.new("P", (2, 2)), lambda sample: sample.putpalette([1] * 768)),
+        ({"reads": np.int64(1)}, lambda sample: sample.update(reads=sample["reads"] + np.int64(1))),
+        ({"mean": np.float32(1)}, lambda sample: sample.update(mean=np.float32(2))),
+        ([datetime.date(2020, 1, 1)], lambda sample: sample.__setitem__(0, datetime.date(2020, 1, 2))),
+        ([decimal.Decimal("1.5")], lambda sample: sample.__setitem__(0, decimal.Decimal("2.5"))),
+        ({"file": Path("a")}, lambda sample: sample.update(file=Path("b"))),
+        ({"kind": Kind.FIRST}, lambda sample: sample.update(kind=Kind.SECOND)),
+        (np.zeros(2, [("a", "i1"), ("b", "f8")]), lambda sample: sample["b"].fill(1)),
     ],
     ids=[
         "tensor",
@@ -418,6 +450,13 @@ def test_values_that_cannot_be_compared_count_as_different() -> None:
         "set",
         "array of Python's",
         "palette",
+        "number of numpy's",
+        "float of numpy's",
+        "date",
+        "decimal",
+        "path",
+        "enum",
+        "fields",
     ],
 )
 def test_a_change_in_place_shows_in_the_digests(sample: Any, change: Any) -> None:

@@ -161,6 +161,20 @@ def test_unknown_and_well_behaved_is_accepted_as_probed_and_strict_leaves_it_liv
     assert split([double, in_place], SAMPLES, strict=True).count == 0
 
 
+@pytest.mark.parametrize("kind", [int, np.int64, np.float32], ids=lambda kind: kind.__name__)
+def test_a_counter_counts_as_a_change_before_an_output_shows_it(kind: Any) -> None:
+    class EveryHundredth:
+        calls = kind(0)
+
+        def __call__(self, x: Any) -> Any:
+            self.calls = kind(self.calls + 1)
+            return x if self.calls % 100 else x + 1
+
+    found = split([EveryHundredth()], SAMPLES)
+    assert found.count == 0
+    assert "changes itself" in evidence(found, 0)
+
+
 def test_state_that_the_first_call_builds_does_not_count_as_a_change() -> None:
     lazy = Lazy()
     assert split([lazy], SAMPLES).count == 1
