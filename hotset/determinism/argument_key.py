@@ -23,7 +23,8 @@ computes the function at each such call.
 
 Every description begins with a tag and says how long it is, so that no two things have one description.
 Arguments are bound to the function's parameters first, so that ``f(1)``, ``f(a=1)`` and ``f(1, b=default)``
-are one. A function that has no signature (many of those written in C) is called with its arguments as given.
+are one. A function that has no signature of its own (many of those written in C, and wrappers that take
+``*args``) is called with its arguments as given.
 """
 
 from __future__ import annotations
@@ -335,7 +336,8 @@ class Parameters:
         self._signature: inspect.Signature | None = None
         self._opaque: dict[int, tuple[str, str]] = {}
         try:
-            signature = inspect.signature(function)
+            # Not that of a function that it wraps, to which it may give other defaults than that has.
+            signature = inspect.signature(function, follow_wrapped=False)
         except (TypeError, ValueError):
             return
         parameters = list(signature.parameters.values())

@@ -301,6 +301,19 @@ def test_a_default_without_an_identity_is_that_default() -> None:
         assert len(calls) == 1
 
 
+def test_a_wrapper_may_have_another_default_than_the_function_that_it_wraps() -> None:
+    def scaled(x: int, scale: int = 1) -> list[int]:
+        return [x * scale]
+
+    @functools.wraps(scaled)
+    def doubled(*args: Any, **named: Any) -> list[int]:
+        return scaled(*args, **{"scale": 2, **named})
+
+    with memo(doubled) as kept:
+        for _ in range(2):
+            assert [kept(3), kept(3, scale=1), kept(3, scale=2), kept(x=3)] == [[6], [3], [6], [6]]
+
+
 def test_a_default_may_be_an_array() -> None:
     def add(number: int, mean: Any = np.zeros(3)) -> Any:  # noqa: B008
         return number + mean
