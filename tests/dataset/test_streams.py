@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import itertools
 import os
 import pickle
@@ -46,6 +47,7 @@ from torch.utils.data import (
 )
 
 import hotset
+from hotset.dataset.streams.probe import probe_stream
 from hotset.store.claims import Claims
 from hotset.store.store import Store
 from hotset.store.stream_parts import NO_ROOM, StreamPart, StreamParts
@@ -1856,3 +1858,34 @@ def test_a_dataset_over_a_cached_stream_gives_each_worker_what_it_would_give_wit
         assert cached.recorded == is_recorded
         assert sorted(values(hotset.DataLoader(cached, batch_size=8, num_workers=2))) == list(range(N))
         assert cached.check() == []
+
+
+class Each(IterableDataset[Any]):
+    """Gives what a function makes of each of 20 numbers."""
+
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        self.make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.make, range(20))
+
+
+def test_a_stream_of_what_cannot_be_copied_deeply_is_recorded_as_far_as_that_goes() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    for make in (lambda number: weight * number, lambda number: (number, io.FileIO(os.devnull))):
+        with recorded():
+            stream = hotset.cache(Each(make), memory="1MiB")
+            assert len(list(stream)) == 20
+
+
+def test_planning_a_stream_copies_of_a_view_its_own_elements() -> None:
+    table = torch.zeros(1000, 2)
+    samples = probe_stream(Each(table.__getitem__), "Each", "deterministic").samples
+    assert [sample.untyped_storage().nbytes() for sample in samples] == [8] * len(samples)
+
+
+def test_a_stream_of_read_only_arrays_takes_the_room_of_arrays() -> None:
+    stream = hotset.cache(Each(lambda number: np.frombuffer(bytes([number] * 8), np.uint8)), memory="1MiB")
+    for _ in range(2):
+        assert not any(sample.flags.writeable for sample in stream)
+    assert stream.stats().bytes < 20 * 64

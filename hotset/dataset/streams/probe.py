@@ -37,6 +37,7 @@ import torch
 
 from hotset._interrupts import own_errors
 from hotset.dataset.streams.libraries import batch_size_of, epoch_kept, is_hugging_face, may_reorder, run
+from hotset.determinism.aliasing import copied
 from hotset.determinism.draws import entropy
 from hotset.determinism.draws.rng import GLOBAL, KINDS, Generators, access
 from hotset.determinism.equality import content_digests
@@ -284,7 +285,7 @@ def _first_samples(stream: Any, most: int = _SAMPLES) -> _Run:
         whole = hashlib.blake2b(digest_size=16)
         for place, digest in parts.items():
             whole.update(place.encode() + b"\0" + digest)
-        kept = copy.deepcopy(sample) if len(found) < PLANNED else None
+        kept = copied(sample) if len(found) < PLANNED else None
         found.append(_Sample(kept, whole.digest(), parts))
         if len(found) == 1:  # the run has seeded what it seeds
             taken = entropy.taken()
