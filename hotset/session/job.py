@@ -31,6 +31,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -47,6 +48,7 @@ _LOCAL_RANKS = (
     ("LOCAL_RANK", "WORLD_SIZE"),
     ("RANK", "WORLD_SIZE"),
 )
+_NUMBER = re.compile(r"\s*[0-9]{1,9}\s*")
 _RENDEZVOUS = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -122,21 +124,22 @@ def is_rank(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether the environment is that of one rank among others.
 
     A Slurm step of one task is an interactive shell rather than a job, and every program started there
-    inherits its variables.
+    inherits its variables. A rank below zero is how many programs say that they have none.
 
     Example:
         >>> is_rank({"LOCAL_RANK": "3"}), is_rank({"RANK": "0", "WORLD_SIZE": "1"}), is_rank({"RANK": "0"})
         (True, True, False)
+        >>> is_rank({"LOCAL_RANK": "-1"})
+        False
         >>> is_rank({"SLURM_LOCALID": "0", "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "8"})
         True
         >>> is_rank({"SLURM_LOCALID": "0", "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "1"})
         False
     """
-    if "LOCAL_RANK" in environment or {"RANK", "WORLD_SIZE"} <= environment.keys():
+    there = {name for pair in _LOCAL_RANKS for name in pair if _number(environment, name) is not None}
+    if there & {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} or {"RANK", "WORLD_SIZE"} <= there:
         return True
-    if "OMPI_COMM_WORLD_LOCAL_RANK" in environment:
-        return True
-    in_step = {"SLURM_LOCALID", "SLURM_STEP_ID"} <= environment.keys()
+    in_step = "SLURM_LOCALID" in there and "SLURM_STEP_ID" in environment
     return in_step and environment.get("SLURM_STEP_NUM_TASKS") != "1"
 
 
@@ -153,10 +156,17 @@ def local_rank(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
     """
     if not is_rank(environment):
         return 0, 1
-    for rank, count in _LOCAL_RANKS:
-        if rank in environment and environment.get(count, "").isdigit():
-            return int(environment[rank]), max(int(environment[count]), int(environment[rank]) + 1)
+    for variables in _LOCAL_RANKS:
+        rank, count = (_number(environment, variable) for variable in variables)
+        if rank is not None and count is not None:
+            return rank, max(count, rank + 1)
     return 0, 1
+
+
+def _number(environment: Mapping[str, str], variable: str) -> int | None:
+    """The number of a rank, or how many they are, that a variable holds; None if it holds none."""
+    text = environment.get(variable, "")
+    return int(text) if _NUMBER.fullmatch(text) else None
 
 
 def pid_namespace() -> int:

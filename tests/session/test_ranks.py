@@ -206,6 +206,13 @@ def collected(runtime: Path) -> bool:
         ({"SLURM_LOCALID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}, True),
         ({"SLURM_LOCALID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}, False),
         ({"SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}, False),
+        ({"LOCAL_RANK": "-1", "LOCAL_WORLD_SIZE": "1"}, False),
+        ({"LOCAL_RANK": "-1", "RANK": "-1", "WORLD_SIZE": "1"}, False),
+        ({"LOCAL_RANK": "-1", "RANK": "0", "WORLD_SIZE": "2"}, True),
+        ({"LOCAL_RANK": "", "LOCAL_WORLD_SIZE": "2"}, False),
+        ({"LOCAL_RANK": "${SLURM_LOCALID}", "WORLD_SIZE": "2"}, False),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "none"}, False),
+        ({"SLURM_LOCALID": "", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}, False),
     ],
 )
 def test_the_environment_says_who_is_a_rank(environment: dict[str, str], expected: bool) -> None:

@@ -73,6 +73,20 @@ def test_two_ranks_of_three_workers_give_each_sample_once_an_epoch() -> None:
     assert all("second on" in sentence for sentence in one["said"] + other["said"])
 
 
+@pytest.mark.usefixtures("runtime")
+@pytest.mark.parametrize("number", ["-1", ""])
+def test_a_rank_that_is_no_number_is_none(number: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many programs say by a local rank of -1 that they have no ranks."""
+    monkeypatch.setenv("LOCAL_RANK", number)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    stream = hotset.cache(Numbers(N), memory="10MiB")
+    loader = hotset.DataLoader(stream, batch_size=4)
+    for _ in range(3):
+        assert sorted(values(loader)) == list(range(N))
+    assert (stream.stats().misses, stream.stats().hits) == (N, 2 * N)
+    stream.close()
+
+
 @pytest.mark.usefixtures("runtime", "patient")
 @pytest.mark.parametrize("consumed", [3, None])
 def test_the_epochs_after_a_resumed_one_have_their_own_orders(consumed: int | None) -> None:
