@@ -15,7 +15,8 @@ a quota, or a cache, that is damaged    removed, unless a process still uses it,
 a cache whose session is gone           removed, at once: it got its name under the lock of a quota
 a list of machines, or counts of their  removed, at once: it was written for a session that was there
 traffic, whose session is gone
-a spill file without a cache            removed, unless its session persists: the next job goes on from it
+a spill file without a cache            removed, unless its session persists: the next job goes on from it;
+                                        or a process has it locked: its session is in another runtime folder
 a definition without a session          removed: it does not say what session that was
 ``.new``, and 32 digits for a name      removed: the process that was making it has died
 ======================================  ==============================================================
@@ -50,7 +51,7 @@ from hotset.session.session_files import (
 )
 from hotset.session.sessions import destroy, expire, one_at_a_time, sessions
 from hotset.session.spill_dirs import known_folders, opened_spill
-from hotset.store.locks import is_locked
+from hotset.store.locks import is_locked, try_lock
 
 __all__ = ["gc", "recover"]
 
@@ -144,9 +145,13 @@ def _recover_spilled(spill: str, alive: dict[int, Session], folder: int) -> list
     with opened_spill(spill) as place:
         for file in sorted(os.listdir(place)):
             why = _why_spilled_is_dead(file, alive, caches, folder)
-            if why and _is_old(place, file):
-                unlink(place, file)
-                sentences.append(f"Removed {file} in {spill}: {why}.")
+            if not why or not _is_old(place, file):
+                continue
+            # What a living process has locked is of a session of another runtime folder, unknown here.
+            with contextlib.suppress(OSError), opened(place, file) as fd:
+                if try_lock(fd, 0, length=0):
+                    unlink(place, file)
+                    sentences.append(f"Removed {file} in {spill}: {why}.")
     return sentences
 
 

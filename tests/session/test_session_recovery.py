@@ -149,6 +149,24 @@ def test_recovering_removes_what_has_no_session_and_nothing_else(
     assert sessions.find("a") == session
 
 
+def test_what_a_job_of_another_runtime_folder_has_on_a_disk_is_left_alone(
+    disk: str, runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where containers, or programs with a HOTSET_RUNTIME_DIR of their own, share a disk."""
+    sessions.create("a", memory=20_000, spill=disk)
+    with hotset.cache(Samples(kilobyte, N), session="a") as cached:
+        read_all(cached, kilobyte)
+        before = spilled(disk)
+        old(monkeypatch)
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setenv("HOTSET_RUNTIME_DIR", str(tmp_path / "other"))
+            assert recovery.gc() == []
+        assert spilled(disk) == before != []
+    with hotset.cache(Samples(kilobyte, N), session="a") as cached:
+        assert cached.stats().cached == N
+    sessions.destroy("a")
+
+
 # Reboots
 
 
