@@ -167,11 +167,18 @@ def write_down(folder: int, session: Session) -> None:
 # ---- in the spill folder -----------------------------------------------------------------------------
 
 
-def forget(session: Session) -> None:
-    """Remove a session's definition, so that it does not come back after a reboot."""
-    if session.spill is not None:
-        with contextlib.suppress(OSError):
+def forget(session: Session) -> OSError | None:
+    """Remove a session's definition, so that it does not come back after a reboot.
+
+    Returns:
+        Why the definition of a session that persists could not be removed.
+    """
+    if session.spill is not None and session.persist:
+        try:
             remove_spilled(session.spill, session.definition)
+        except OSError as error:
+            return error
+    return None
 
 
 def restore(folder: int) -> None:

@@ -166,6 +166,9 @@ def destroy(session: Session | str | int, *, unused: float | None = None) -> int
 
     Raises:
         SessionError: it is gone already, or has been used since.
+
+    Warns:
+        HotsetWarning: it persists, and what its disk keeps of it cannot be removed.
     """
     session = session if isinstance(session, Session) else find(session)
     with one_at_a_time(), runtime() as folder:
@@ -173,12 +176,18 @@ def destroy(session: Session | str | int, *, unused: float | None = None) -> int
             if unused is not None and _idle(quota) <= unused:
                 raise SessionError(f"session {session.name!r} is in use.")
             quota.end()
-            forget(session)  # first: what is half destroyed is not to come back after a reboot
+            kept = forget(session)  # first: what is half destroyed is not to come back after a reboot
             freed = remove_caches(folder, session.number, session.spill)
         server_quota.leave(session.server, session.number)
         unlink(folder, membership_file(session.number))
         unlink(folder, peer_stats_file(session.number))
         unlink(folder, session.file)
+    if kept is not None:
+        warn(
+            f"session {session.name!r} was destroyed, but its definition in {session.spill} could not be "
+            f"removed ({kept.strerror or 'the folder cannot be opened'}), so it comes back when that can be "
+            "read and written again; destroy it again then."
+        )
     return freed
 
 

@@ -249,6 +249,24 @@ def test_destroying_gives_memory_and_disk_back_under_jobs_that_read(disk: str, r
         sessions.destroy(session)
 
 
+@pytest.mark.parametrize("persist", [True, False])
+def test_destroying_says_when_a_disk_will_bring_the_session_back(persist: bool, disk: str) -> None:
+    """As where the disk is unmounted, or has become read-only after errors."""
+    session = sessions.create("a", memory=MIB, spill=disk, persist=persist)
+    os.rename(disk, f"{disk}-unmounted")
+    with recorded() as told:
+        sessions.destroy(session)
+        assert sessions.sessions() == []
+    os.rename(f"{disk}-unmounted", disk)
+    assert sessions.sessions() == ([session] if persist else [])
+    assert len(told) == persist
+    if persist:
+        assert is_a_sentence(str(told[0].message))
+        with recorded() as told:
+            sessions.destroy(session)
+        assert sessions.sessions() == told == []
+
+
 def test_a_session_expires_when_nobody_uses_it() -> None:
     session = sessions.create("a", memory=MIB, ttl=100.0)
     for_ever = sessions.create("b", memory=MIB)
