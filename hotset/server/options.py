@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
+import socket
 from dataclasses import asdict, dataclass
 
 from hotset._warnings import printable
@@ -66,14 +67,15 @@ class Options:
             67108864
         """
         host = host.lower()  # as in the requests, where case does not count
-        if _is_wildcard(host):
-            raise ArgumentError(
-                f"host must be one name or address by which clients reach the server, got {host!r}, which "
-                "is every interface."
-            )
         if not host or not host.isascii() or not all(c.isalnum() or c in ".-_:" for c in host):
             raise ArgumentError(
                 f"host must be a name or an address such as 127.0.0.1, got {printable(host)!r}."
+            )
+        address = _address(host)
+        if address is not None and address.is_unspecified:
+            raise ArgumentError(
+                f"host must be one name or address by which clients reach the server, got {host!r}, which "
+                "is every interface."
             )
         if not 1 <= port <= 65535:
             raise ArgumentError(f"port must be in 1 to 65535, got {port}.")
@@ -85,21 +87,27 @@ class Options:
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine can reach it."""
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
+        address = _address(self.host)
+        return self.host == "localhost" if address is None else address.is_loopback
 
     def argument(self) -> str:
         """Return them as the argument of ``python -m hotset.server``."""
         return json.dumps(asdict(self))
 
 
-def _is_wildcard(host: str) -> bool:
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that is meant by numbers, in each form in which the system takes it; None for a name.
+
+    Example:
+        >>> _address("0"), _address("127.1"), _address("gpu7.example")
+        (IPv4Address('0.0.0.0'), IPv4Address('127.0.0.1'), None)
+    """
     try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return False
+        found = socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)
+    except (OSError, UnicodeError):
+        return None
+    address = ipaddress.ip_address(found[0][4][0])
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 def _folder(spill: str | None) -> str | None:

@@ -468,6 +468,10 @@ def test_times_that_are_none(time: float | str) -> None:
     [
         {"host": "0.0.0.0"},
         {"host": "::"},
+        {"host": "0"},
+        {"host": "0x0"},
+        {"host": "0.0"},
+        {"host": "::ffff:0.0.0.0"},
         {"host": ""},
         {"host": "a b"},
         {"host": "evil\r\nX: y"},
@@ -493,6 +497,7 @@ def test_options_reach_the_daemon_as_they_are(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(daemon, "serve", lambda told: told)
     assert daemon.main() == options
     assert options.is_loopback
+    assert Options.parse(host="127.1").is_loopback
     assert not Options.parse(host="192.0.2.1").is_loopback
 
 
