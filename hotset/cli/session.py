@@ -47,12 +47,17 @@ def create(
 
     Raises:
         HotsetError: it cannot be created as requested, or no server runs on that port.
+
+    Warns:
+        HotsetWarning: the runtime folder's file system has less than ``memory``.
     """
     spill = os.path.abspath(spill) if spill else spill
     if port is not None or running():
         wanted = {"name": name, "memory": memory, "ttl": ttl, "spill": spill, "persist": persist}
         given = {key: value for key, value in wanted.items() if value is not None}
         made: dict[str, Any] = client(the_port(port)).call("POST", "/api/sessions", given)
+        if memory is not None:
+            sessions.warn_if_too_much(made["memory"]["limit"])  # the server's own warning is in its log
         return made
     session = sessions.create(
         name,

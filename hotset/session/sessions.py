@@ -53,7 +53,17 @@ from hotset.session.spill_dirs import make_spill, remember
 from hotset.store import memory_limits
 from hotset.units import format_bytes, parse_bytes
 
-__all__ = ["Resized", "create", "destroy", "expire", "find", "one_at_a_time", "resize", "sessions"]
+__all__ = [
+    "Resized",
+    "create",
+    "destroy",
+    "expire",
+    "find",
+    "one_at_a_time",
+    "resize",
+    "sessions",
+    "warn_if_too_much",
+]
 
 _ELSEWHERE = f"set {KNOB} to another folder"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
@@ -235,7 +245,7 @@ def resize(session: Session | str | int, memory: int | str) -> Resized:
         if quota.ended:
             raise SessionError(f"session {session.name!r} is being destroyed.")
         resized = replace(session_of(quota), memory=memory)
-        _warn_if_too_much(memory, quota.held)
+        warn_if_too_much(memory, quota.held)
         set_memory(quota, resized)
         over = quota.held - memory
         dropped = reclaim(resized, over) if over > 0 else []
@@ -320,11 +330,11 @@ def _memory(asked: int | None, server: int | None) -> int:
     if asked is None:
         limit = server_quota.limit(server) if server is not None else None
         return min(memory_limits.headroom().bytes // 2 if limit is None else limit, _room_here())
-    _warn_if_too_much(asked)
+    warn_if_too_much(asked)
     return asked
 
 
-def _warn_if_too_much(asked: int, held: int = 0) -> None:
+def warn_if_too_much(asked: int, held: int = 0) -> None:
     """Warn if this is more than the file system has, including what the session holds already."""
     if asked - held > (room := _room_here()):
         warn(

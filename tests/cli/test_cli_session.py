@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from hotset.cli import session as commands
 from hotset.cli.main import app
-from hotset.errors import HotsetError
+from hotset.errors import HotsetError, HotsetWarning
 from hotset.server import pidfile as place
 from hotset.server.views import session_view
 from hotset.session import reports, sessions
@@ -104,12 +104,12 @@ def test_where_a_server_answers_the_session_is_its(monkeypatch: pytest.MonkeyPat
     class Fake:
         def call(self, method: str, path: str, body: Any = None) -> Any:
             asked.append((method, path, body))
-            return {"number": 1}
+            return {"number": 1, "memory": {"limit": 1 << 59 if body.get("memory") == "512PiB" else 1000}}
 
     monkeypatch.setattr(commands, "client", lambda port: asked.append(port) or Fake())
     with place.claim(place.DEFAULT_PORT):
         made = commands.create("one", memory="1GiB", spill="/nvme", ttl=None, persist=False, port=None)
-    assert made == {"number": 1}
+    assert made["number"] == 1
     wanted = {"name": "one", "memory": "1GiB", "spill": "/nvme", "persist": False}
     assert asked == [place.DEFAULT_PORT, ("POST", "/api/sessions", wanted)]
     # And at a port that is named, whether or not the default one has a server.
@@ -118,6 +118,10 @@ def test_where_a_server_answers_the_session_is_its(monkeypatch: pytest.MonkeyPat
     assert asked[0] == 50099
     assert asked[1][2] == {"name": "one", "ttl": "1h", "persist": False}
     assert sessions.sessions() == []
+    # The server's own warning is in its log.
+    with pytest.warns(HotsetWarning, match="524288 TiB") as told:
+        commands.create("one", memory="512PiB", spill=None, ttl=None, persist=False, port=50099)
+    assert len(told) == 1
 
 
 def test_a_cache_is_described() -> None:
