@@ -44,6 +44,7 @@ _NAMES = {
     f"{task}ImagePipeline{suffix}": (task, bool(suffix)) for task in _TASKS for suffix in ("", "WithCache")
 }
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}", re.ASCII)
+_LARGEST_CLASS = (1 << 63) - 1
 _SHOWN = 80
 
 
@@ -322,8 +323,8 @@ def _classes(entry: ConfigValue) -> int | list[float]:
     """One class, or one number for each of several."""
     if isinstance(entry.value, (list, tuple)) and entry.value:
         return [number.number() for number in entry.elements("numbers")]
-    if isinstance(entry.value, bool) or not isinstance(entry.value, int):
-        raise entry.wrong("a class as a whole number, or a list of numbers")
+    if isinstance(entry.value, bool) or not isinstance(entry.value, int) or entry.value > _LARGEST_CLASS:
+        raise entry.wrong("a class as a whole number of 64 bits, or a list of numbers")
     return entry.whole(0)
 
 

@@ -628,6 +628,7 @@ def test_files_that_are_not_json_are_named(root: Path, tmp_path: Path, text: byt
         ([{"image": ["image0.nii.gz", "gone"], "label": 3}], "Segmentation", "training[0].image[1]"),
         ([{"image": "image0.nii.gz", "label": "cat"}], "Classification", "training[0].label"),
         ([{"image": "image0.nii.gz", "label": -1}], "Classification", "training[0].label"),
+        ([{"image": "image0.nii.gz", "label": 1 << 63}], "Classification", "training[0].label"),
         ([{"image": "image0.nii.gz", "label": True}], "Classification", "training[0].label"),
         ([{"image": "image0.nii.gz", "label": [1, None]}], "Classification", "training[0].label[1]"),
     ],
