@@ -58,6 +58,9 @@ def main(arguments: Sequence[str]) -> int:
     except HotsetError as error:
         print(error, file=sys.stderr)
         return 1
+    except OSError as error:  # a full disk, a working directory that is gone
+        print(f"The machine does not allow it: {error}.", file=sys.stderr)
+        return 1
 
 
 def _run(told: argparse.Namespace) -> int:

@@ -223,6 +223,17 @@ def test_more_workers_than_the_machine_has_are_too_many(admin: Admin) -> None:
     assert f"1 to {cache_admin._MOST_WORKERS}" in err
 
 
+def test_what_the_system_refuses_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert cache_admin.main(["--start", "-p", "50999", "-s", "spill"]) == 1
+    assert capsys.readouterr().err == "The machine does not allow it: [Errno 2] No such file or directory.\n"
+
+
 def test_help_lists_every_option() -> None:
     done = run("cache-admin", "--help")
     assert done.returncode == 0
