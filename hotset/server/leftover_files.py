@@ -1,9 +1,8 @@
 """Files that ended servers have left, removed by ``hotset gc``.
 
-A process that can claim a port is alone with its files, and knows that its server has ended. The server's
-sessions stay: they hold samples for running jobs and for the next server on the port. As long as
-there are any, the quota of their common limit stays too. The log, which says why the server ended, stays for
-a day.
+A process that is alone with a port's files knows that its server has ended. The server's sessions stay: they
+hold samples for running jobs and for the next server on the port. As long as there are any, the quota of
+their common limit stays too. The log, which says why the server ended, stays for a day.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import os
 import re
 import time
 
-from hotset.server.pidfile import ServerError, claim
+from hotset.server.pidfile import ServerError, alone
 from hotset.session import server_quota, sessions
 from hotset.session.runtime_dir import runtime
 
@@ -33,7 +32,7 @@ def collect() -> list[str]:
     with runtime() as folder:
         before = set(os.listdir(folder))
         for port in sorted({int(found[1]) for file in before if (found := _FILE.fullmatch(file))}):
-            with contextlib.suppress(ServerError), claim(port):  # the claim removes its own files at its end
+            with contextlib.suppress(ServerError), alone(port):  # its end removes two of the files
                 log = f"server-{port}.log"
                 with contextlib.suppress(FileNotFoundError):
                     if time.time() - os.stat(log, dir_fd=folder).st_mtime > _LOG_SECONDS:

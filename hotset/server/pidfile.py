@@ -46,6 +46,7 @@ __all__ = [
     "Claim",
     "Place",
     "ServerError",
+    "alone",
     "already_running",
     "claim",
     "ending",
@@ -171,21 +172,35 @@ def claim(port: int) -> Iterator[Claim]:
         ServerError: another server has it.
         OSError: the file system refuses.
     """
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(runtime())
-        file = f"server-{port}.json"
-        fd = _lock(folder, file, port)
-        # The name is removed under the lock: a process that opened the file before starts again.
-        stack.callback(_remove, folder, file)
-        os.ftruncate(fd, 0)
+    with alone(port) as (folder, fd):
         _remove(folder, f"server-{port}.token")
         import secrets  # its import takes longer than all else here, and clients do without
 
         token = secrets.token_urlsafe(32)
         with opened(folder, f"server-{port}.token", create=True) as token_file:
             write(token_file, token.encode())
-        stack.callback(_remove, folder, f"server-{port}.token")
         yield Claim(fd, token)
+
+
+@contextlib.contextmanager
+def alone(port: int) -> Iterator[tuple[int, int]]:
+    """Keep servers off this port while a block runs, which gets the folder and the locked file.
+
+    Nothing is written, so this needs no room. At the end both files are removed.
+
+    Raises:
+        ServerError: a server has the port.
+        OSError: the file system refuses.
+    """
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(runtime())
+        file = f"server-{port}.json"
+        fd = _lock(folder, file, port)
+        # The name is removed under the lock: a process that opened the file before starts again.
+        stack.callback(_remove, folder, file)
+        stack.callback(_remove, folder, f"server-{port}.token")
+        os.ftruncate(fd, 0)
+        yield folder, fd
 
 
 def open_log(port: int) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from helpers import eventually
 from hypothesis import given
 from hypothesis import strategies as st
+from kills import in_child
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import TypeAdapter
 from sources import Samples
@@ -547,6 +549,33 @@ def test_gc_leaves_living_servers_alone_and_clears_dead_ones(
     assert len(leftover_files.collect()) == 2
     assert os.listdir(tmp_path / "runtime") == [others.name]
     assert leftover_files.collect() == []
+
+
+def test_gc_needs_no_room_where_it_is_to_make_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTSET_RUNTIME_DIR", str(tmp_path / "runtime"))
+    os.close(place.open_log(50097))
+    servers.set_limit(50097, 1 << 20)
+
+    def collect() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))  # no byte more, in any file
+        assert len(leftover_files.collect()) == 1
+
+    in_child(collect)
+    assert os.listdir(tmp_path / "runtime") == ["server-50097.log"]
+
+
+def test_a_server_without_room_for_its_token_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOTSET_RUNTIME_DIR", str(tmp_path / "runtime"))
+
+    def claim() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        with pytest.raises(OSError, match="too large"), place.claim(50097):
+            pass
+
+    in_child(claim)
+    assert os.listdir(tmp_path / "runtime") == []
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"pid": 1}', json.dumps({"x": 1}).encode()])
