@@ -682,6 +682,30 @@ def test_a_bad_sample_raises_only_when_it_is_read() -> None:
         assert "bad" in failure(lambda: cached[0]).text
 
 
+def test_a_bad_sample_raises_only_when_it_is_read_where_the_datasets_own_chain_is_cut() -> None:
+    from torchvision.transforms import Compose, Lambda, RandomErasing
+
+    def checked(picture: torch.Tensor) -> torch.Tensor:
+        if not picture.any():
+            raise ValueError("sample 0 is bad")
+        return picture
+
+    class Pictures(Dataset[Any]):
+        def __init__(self) -> None:
+            self.transform = Compose([Lambda(checked), RandomErasing()])
+
+        def __len__(self) -> int:
+            return N
+
+        def __getitem__(self, index: int) -> Any:
+            return self.transform(torch.full((3, 8, 8), float(index)))
+
+    with hotset.cache(Pictures(), memory="1MiB") as cached:
+        assert [row.cached for row in cached.plan.rows] == [True, True, False]
+        assert cached[1].shape == (3, 8, 8)
+        assert "bad" in failure(lambda: cached[0]).text
+
+
 # ---- the plan --------------------------------------------------------------------------------------------
 
 

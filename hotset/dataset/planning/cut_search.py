@@ -8,7 +8,7 @@ The cut is the last one that is allowed, unless an earlier one is clearly cheape
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -223,7 +223,7 @@ class _CutSearch:
             None if count == UNUSED or each.whole else tuple(leaves(each.chain)[:count])
             for each, count in zip(own, counts, strict=True)
         ]
-        sample, recorders = recorded(self._pipeline, self._judge.reads.indices[0], prefixes)
+        sample, recorders = self._recorded(prefixes)
         for n in cut:
             paths = None if isinstance(sample, Exception) else find_paths(sample, recorders[n])
             # Live parts run in the order of `attributes`. In another order they would draw other numbers.
@@ -239,6 +239,21 @@ class _CutSearch:
                 cuts[n] = ChainCut(counts[n], paths, recorders[n].keywords[0], own[n].in_place, for_each)
                 given = 0
         return own, Cuts(tuple(cuts), given)
+
+    def _recorded(self, prefixes: Sequence[Sequence[Any] | None]) -> tuple[Any, list[Recorder]]:
+        """The first of the samples that these parts of the chains can process, and what they did with it.
+
+        Raises:
+            Exception: what they raise, if they can process none.
+        """
+        error: Exception | None = None
+        for index in self._judge.reads.indices:
+            try:
+                return recorded(self._pipeline, index, prefixes)
+            except own_errors() as raised:  # training may never ask for it
+                error = error or raised
+        assert error is not None
+        raise error
 
     def _gives_as_many(self, number: int, count: int, recorder: Recorder, paths: int) -> bool:
         """Whether the live part of a chain that takes several values returns as many."""
