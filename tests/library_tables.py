@@ -120,6 +120,7 @@ T.RandomPosterize(2) @ bytes                   T.RandomSolarize(0.5)
 T.RandomAdjustSharpness(2)                     T.RandomAutocontrast(0.9) @ bytes
 T.RandomEqualize() @ bytes                     T.RandomErasing(p=1)
 T.RandomPerspective(p=1)                       T.RandomCrop(20)
+T.RandomPerspective(distortion_scale=0) @ pil  v2.RandomPerspective(0) @ pil
 T.RandomCrop(32, padding=4)                    T.RandomResizedCrop(16)
 T.RandomResizedCrop(16, scale=(0.5, 0.5), ratio=(1, 1))
 T.RandomRotation(10)                           T.RandomAffine(0, translate=(0.2, 0.2))

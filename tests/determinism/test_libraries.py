@@ -362,6 +362,15 @@ def test_a_module_that_moves_running_statistics_is_unknown() -> None:
         assert told(layer.eval())[0] == "deterministic"
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_module_whose_hook_moves_its_weight_is_unknown_in_training() -> None:
+    layer = torch.nn.utils.spectral_norm(torch.nn.Linear(3, 3))
+    found = hotset.split([torch.nn.Sequential(layer, torch.nn.ReLU())], [torch.ones(3)])
+    assert (found.verdicts[0].kind, found.count) == ("random", 0)
+    assert told(layer)[0] == "unknown"
+    assert told(layer.eval())[0] == "deterministic"
+
+
 def test_monai_beyond_the_tables() -> None:
     M = need("monai.transforms")
     deepedit = need("monai.apps.deepedit.transforms")

@@ -2,7 +2,8 @@
 
 Dropout and similar classes draw in training mode, fractional pooling always, recurrent layers and attention
 if they have a dropout. A batch normalisation in training mode returns the same output each time, but moves
-its running statistics, and caching its output would stop that: its verdict is unknown. A module that the user
+its running statistics, and caching its output would stop that: its verdict is unknown. So is that of a module
+with hooks in training mode: that of ``torch.nn.utils.spectral_norm`` moves its weight. A module that the user
 wrote is unknown, or random if one of torch's modules inside it draws.
 """
 
@@ -57,6 +58,8 @@ def judge(step: Any) -> Verdict | None:
     why = doubtful_function(step, "torch")
     if why:
         return _verdict(step, "unknown", why)
+    if step.training and (step._forward_pre_hooks or step._forward_hooks):
+        return _verdict(step, "unknown", f"{name_of(step)} in training mode has hooks, which may change it")
     children = list(step.children())
     if children:
         return verdict_of_children(step, children, f"torch.nn: only the modules in {base.__name__} may draw")

@@ -170,7 +170,8 @@ def _affine(step: Any) -> str | None:
 
 
 def _perspective(step: Any) -> str | None:
-    return "distortion_scale=0" if step.distortion_scale == 0 else _never(step)
+    # With a distortion of 0 a picture that it is applied to is resampled, which changes some pixels.
+    return "distortion_scale=0, p=1" if step.distortion_scale == 0 and step.p >= 1 else _never(step)
 
 
 def _still_where(tell: Callable[[Any], bool], words: str) -> Callable[[Any], str | None]:
