@@ -17,12 +17,14 @@ hotset looks the attribute up without running the object's own ``__getattr__``, 
 ``functools.wraps`` copies a function's attributes to its wrapper, and the wrapper may do anything: it may add
 noise to a deterministic function. So a copied ``deterministic`` does not count, but a copied
 ``nondeterministic`` does; declare the outermost function. Each declaration makes a new mark, so a wrapper
-that has the same mark object as the function it wraps has a copied one. A ``functools.partial`` of a declared
-function is not declared either: the values that it binds may be random.
+that has the same mark object as the function it wraps has a copied one. Of a ``functools.partial`` of a
+declared function, as the values that it binds may be random, and of a method of a declared object, only
+``nondeterministic`` counts, too.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Callable
@@ -121,7 +123,8 @@ def nondeterministic(obj: T) -> T:
 def declared(obj: Any) -> Declaration | None:
     """Return what was declared of ``obj`` or, failing that, of its class; None if nothing was.
 
-    A bound method has the declaration of its function.
+    A bound method has the declaration of its function. If there is none, it is nondeterministic if its object
+    is, as a ``functools.partial`` is if its function is.
 
     Example:
         >>> declared(len) is None
@@ -130,16 +133,22 @@ def declared(obj: Any) -> Declaration | None:
     if is_a(obj, DeclaredCallable):
         found: Declaration = obj._mark.kind
         return found
-    if is_a(obj, (types.MethodType, staticmethod, classmethod)):
+    if is_a(obj, types.MethodType):
+        return declared(obj.__func__) or _if_not_deterministic(obj.__self__)
+    if is_a(obj, (staticmethod, classmethod)):
         return declared(obj.__func__)
     if is_a(obj, TakesBatches) and _mark_of(obj) is None:
         return declared(obj.transform)
     mark = _mark_of(obj)
     if mark is None:
-        return None
+        return _if_not_deterministic(obj.func) if is_a(obj, functools.partial) else None
     if mark.kind == "deterministic" and _mark_of(inspect.getattr_static(obj, "__wrapped__", None)) is mark:
         return None
     return mark.kind
+
+
+def _if_not_deterministic(obj: Any) -> Declaration | None:
+    return "nondeterministic" if declared(obj) == "nondeterministic" else None
 
 
 def _declare(obj: T, kind: Declaration) -> T:

@@ -14,6 +14,7 @@ import torch
 
 import hotset.determinism.declare as declare
 from hotset.determinism.declare import declared, deterministic, nondeterministic
+from hotset.determinism.verdict import verdict_of
 from hotset.errors import ArgumentError
 
 
@@ -183,6 +184,26 @@ def test_a_wrapper_of_a_nondeterministic_function_stays_nondeterministic() -> No
 
 def test_a_partial_of_a_declared_function_is_not_declared() -> None:
     assert declared(functools.partial(halve, 3)) is None
+
+
+def test_what_is_made_of_a_nondeterministic_object_is_nondeterministic() -> None:
+    @nondeterministic
+    class Jitter:
+        def __call__(self, x: float) -> float:
+            return x
+
+        apply = __call__
+
+        @deterministic
+        def exactly(self, x: float) -> float:
+            return x
+
+    partial = functools.partial(Jitter(), 3)
+    for step in (partial, functools.partial(partial), Jitter().apply, functools.partial(Jitter().apply)):
+        assert declared(step) == "nondeterministic"
+        assert verdict_of(step).kind == "random"
+    assert declared(Jitter().exactly) == "deterministic"
+    assert declared(deterministic(partial)) == "deterministic", "its own declaration wins"
 
 
 def test_an_object_that_cannot_be_declared_is_refused_with_a_sentence() -> None:
