@@ -79,7 +79,8 @@ def recover() -> list[str]:
             with contextlib.suppress(SessionError, OSError):  # it is gone by now
                 sentences += [_removed(each.name) for each in drop_damaged(session)]
         for spill in known_folders():
-            sentences += _recover_spilled(spill, alive, folder)
+            with contextlib.suppress(OSError):  # the disk fails, or is gone by now
+                sentences += _recover_spilled(spill, alive, folder)
     sentences += expire()
     return sentences
 

@@ -182,9 +182,9 @@ def forget(session: Session) -> OSError | None:
 
 
 def restore(folder: int) -> None:
-    """Create the missing quotas of sessions that outlive a reboot."""
+    """Create the missing quotas of sessions that outlive a reboot. A disk that fails hides its own alone."""
     for spill in known_folders():
-        with opened_spill(spill) as place:
+        with contextlib.suppress(OSError), opened_spill(spill) as place:
             for file in filter(DEFINITION.fullmatch, os.listdir(place)):
                 quota = file.removesuffix(".json")
                 if is_there(folder, quota):

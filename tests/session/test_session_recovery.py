@@ -167,6 +167,27 @@ def test_what_a_job_of_another_runtime_folder_has_on_a_disk_is_left_alone(
     sessions.destroy("a")
 
 
+def test_a_disk_that_fails_keeps_no_other_session_from_being_found(
+    disk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a file system that has shut itself down after errors: its folder can be opened, and not listed."""
+    sessions.create("a", memory=MIB, spill=disk, persist=True)
+    other = sessions.create("b", memory=MIB, spill=str(tmp_path / "other"), persist=True)
+    listed = os.listdir
+
+    def failing(folder: Any) -> list[str]:
+        if isinstance(folder, int) and os.readlink(f"/proc/self/fd/{folder}") == str(spills.spill_path(disk)):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return listed(folder)
+
+    monkeypatch.setattr(os, "listdir", failing)
+    assert sessions.find("b") == other
+    with hotset.cache(Samples(mapping, N), session="b") as cached:
+        read_all(cached, mapping)
+        assert cached.stats().cached == N
+    assert recovery.recover() == []
+
+
 # Reboots
 
 
