@@ -112,7 +112,7 @@ class BatchBuffers:
         """
         pool = self._pool
         try:
-            if pool is None or not pool.is_ours or pool.block_bytes < self.needed:
+            if pool is None or not pool.is_reachable or pool.block_bytes < self.needed:
                 pool = self._pool = message_pool(self.needed)
             return pool, pool.take()
         except (OSError, MemoryError):

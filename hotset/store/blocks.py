@@ -113,6 +113,11 @@ class BlockPool:
         """Whether this process made the pool: after a fork the child needs its own."""
         return self._pid == os.getpid()
 
+    @property
+    def is_reachable(self) -> bool:
+        """Whether workers find this shared pool: not once the program has closed its descriptor."""
+        return self.is_ours and locks.file_of(self._fd) == self._file
+
     def take(self) -> int:
         """Return the number of a free block, making one if there is none. Never waits.
 

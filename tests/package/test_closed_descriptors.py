@@ -83,6 +83,23 @@ def test_samples_are_right_and_nothing_hangs(
     assert (done.stdout, done.returncode) == ("whole\n", 0), done.stderr
 
 
+def test_workers_of_the_next_pass_find_memory_for_their_batches(programs: Programs, tmp_path: Path) -> None:
+    """The blocks of the pass before are in memory that no new worker finds any more."""
+    before = PROGRAM.partition("files = close_all()")[0].format(loader=None, workers=2, filled=True)
+    program = tmp_path / "program.py"
+    program.write_text(f"""{before}
+live = hotset.cache(Squares(), memory="1MiB", transform=hotset.nondeterministic(abs))
+loader = hotset.DataLoader(live, batch_size=4, num_workers=2)
+passes(loader)
+files = close_all()
+passes(loader)
+print("whole", flush=True)
+os._exit(0)
+""")
+    done = programs.run([str(program), str(tmp_path)], tmp_path)
+    assert (done.stdout, done.returncode) == ("whole\n", 0), done.stderr
+
+
 def test_another_process_reads_the_source(programs: Programs, tmp_path: Path) -> None:
     """One that is not forked opens the cache by its descriptor."""
     before = PROGRAM.partition("files = close_all()")[0].format(loader=None, workers=0, filled=True)
