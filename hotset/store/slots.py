@@ -28,7 +28,6 @@ run that became too short, or that a killed writer had taken, is free again afte
 from __future__ import annotations
 
 import json
-import os
 import struct
 from typing import Any, NamedTuple
 
@@ -168,12 +167,13 @@ class Slots:
         )
 
     def _generation(self, sample: int) -> int:
-        """Generation in a row's record header, 0 if nothing was ever written there.
+        """Generation in a row's record header, 0 if nothing was ever written there, or it cannot be read.
 
         Not read through the mapping: touching a row that was never written would allocate its memory.
         """
         at = self.store.segment.geometry.rows_at + sample * self.store.schema.stride
-        return int(RECORD.unpack(os.pread(self.store.segment.fd, RECORD_HEADER, at))[1])
+        header = bytearray(RECORD_HEADER)
+        return int(RECORD.unpack(header)[1]) if self.store.segment.read(at, memoryview(header)) else 0
 
     # ---- writing -------------------------------------------------------------------------------------
 

@@ -903,6 +903,25 @@ def test_an_interrupted_clear_is_completed(monkeypatch: pytest.MonkeyPatch) -> N
     sound()
 
 
+def test_a_process_that_has_closed_all_descriptors_reads_what_is_set(tmp_path: Path) -> None:
+    """It cannot tell whether a writer is at work: a sample that one replaces counts as missing."""
+    cache = small()
+    for index in range(2):
+        cache[index] = picture(index)
+    participant = slots_of(cache).store.participant
+    assert Claims(participant).take_one(0, overwrite=True) is not None
+
+    def run() -> None:
+        assert slots_of(cache).store.participant.slot >= 0
+        os.closerange(3, 256)
+        files = [os.open(tmp_path / str(number), os.O_RDWR | os.O_CREAT) for number in range(60)]
+        assert cache.get_slot(0) is None
+        assert same(cache.get_slot(1), picture(1))
+        assert not any(os.fstat(file).st_size for file in files)
+
+    in_child(run)
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_waiting_for_a_stopped_writer_is_bounded(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
