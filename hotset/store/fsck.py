@@ -72,15 +72,16 @@ def content_problem(sample: int, word: int, row: memoryview, tail: memoryview | 
 def check_segment(segment: Segment) -> list[str]:
     """Verify every record, every index word and the extents of a segment; a sentence for each problem."""
     problems: list[str] = []
-    geometry = segment.geometry
+    geometry, live = segment.geometry, segment.live
     out_of_reach = _out_of_reach(segment)
     if out_of_reach is not None:
         return [out_of_reach]
-    owners: dict[int, int] = {}
     # In a ring a small word is the lap in which a sample was tried in vain, or was found to draw.
     refusals = GENERATION_MASK + 1 if segment.metadata.get("ring") is True else 0
-    tails: list[tuple[int, int, int, int]] = []
-    for sample, word in enumerate(segment.used_index.tolist()):
+    found = segment.used_index.copy()
+    owners: dict[int, int] = {}
+    tails: list[tuple[int, int, int]] = []
+    for sample, word in enumerate(found.tolist()):
         if word >= PRESENT:
             if word & fmt.ON_DISK:
                 # A record of the other segment, which is verified there.
@@ -95,20 +96,23 @@ def check_segment(segment: Segment) -> list[str]:
             if problem is not None:
                 problems.append(problem)
             if tail is not None:
-                tails.append((*tail, sample, word))
-            if owners.setdefault(row, sample) != sample:
-                problems.append(f"samples {owners[row]} and {sample} share row {row}")
+                tails.append((*tail, sample))
+            other = owners.setdefault(row, sample)
+            if other != sample and segment.index[other] == found[other]:
+                problems.append(f"samples {other} and {sample} share row {row}")
         elif not 0 <= word - (word & fmt.DRAWS) <= refusals and not fmt.CLAIMED <= word < PRESENT:
             problems.append(f"sample {sample}: its index word is damaged")
     tails.sort()
-    for (_, end, one, word), (first, _, other, after) in itertools.pairwise(tails):
-        if first < end and segment.index[one] == word and segment.index[other] == after:
+    for (_, end, one), (first, _, other) in itertools.pairwise(tails):
+        if first < end and segment.index[one] == found[one] and segment.index[other] == found[other]:
             problems.append(f"samples {one} and {other} share line {first}")
-    # Read after the index: allocated room only grows while others write.
-    live = segment.live
-    rows = max((row + 1 for row in owners if row < geometry.rows), default=0)
-    lines = max((tail[1] for tail in tails), default=0)
-    if rows > int(live[Live.ROWS_NEXT]) or lines > int(live[Live.LINES_NEXT]):
+    # Read after the index, as allocated room grows while others write, and before the index is looked at once
+    # more, as a clear, which takes all room back, empties that first.
+    rows_next, lines_next = int(live[Live.ROWS_NEXT]), int(live[Live.LINES_NEXT])
+    same = segment.index[: len(found)] == found
+    rows = max((row + 1 for row, sample in owners.items() if row < geometry.rows and same[sample]), default=0)
+    lines = max((end for _, end, sample in tails if same[sample]), default=0)
+    if rows > rows_next or lines > lines_next:
         problems.append("rows or lines in use lie beyond what was allocated, and would be allocated again")
     used, limit = segment.taken, int(live[Live.LIMIT])
     if not 0 <= used <= limit:

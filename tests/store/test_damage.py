@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 import hotset
 from hotset import HotsetWarning
 from hotset.session import sessions
+from hotset.store import fsck
 from hotset.store.format import (
     LINE,
     ON_DISK,
@@ -304,6 +305,27 @@ def test_a_process_that_has_closed_all_descriptors_takes_nothing_for_damaged(tmp
         after = cached.stats()
         assert (after.cached, after.spilled) == (before.cached, before.spilled)
         assert cached.check() == []
+
+
+@pytest.mark.parametrize("refilled", [0, 3])
+def test_a_check_takes_nothing_for_damaged_that_is_cleared_meanwhile(
+    refilled: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = fsck.record_problem
+    with hotset.cache([text * 300 for text in "abcdefgh"], memory="1MiB") as cached:
+        cached.fill()
+
+        def looked(segment: Segment, sample: int, word: int) -> str | None:
+            found = look(segment, sample, word)
+            if sample == len(cached) - 2:
+                cached.clear()
+                for index in range(refilled):
+                    cached[index]
+            return found
+
+        monkeypatch.setattr(fsck, "record_problem", looked)
+        assert cached.check() == []
+        assert cached.stats().cached == refilled
 
 
 @pytest.mark.parametrize("used_again", [False, True])
