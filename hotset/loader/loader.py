@@ -236,7 +236,10 @@ class DataLoader(TorchDataLoader[T]):
             ended = passes_of(self._stream).ended if self._stream is not None else None
             sizes = self._recorded.sizes if self._recorded is not None else None
             measured = self.batch_size is not None and self.collate_fn is default_collate
-            return TorchBatches(batches_of_torch, run, sizes, size, ended=ended, measured=measured)
+            workers = self.num_workers > 0
+            return TorchBatches(
+                batches_of_torch, run, sizes, size, ended=ended, workers=workers, measured=measured
+            )
         batches_of_cache = self._from_cache(route, run, batches)
         left = self._rest
         if self._stream is None or left is None:

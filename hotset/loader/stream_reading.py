@@ -82,7 +82,7 @@ def rest_of_stream(
         changed |= {"prefetch_factor": None, "persistent_workers": False}
     recording = followed_passes(stream).recording(workers, rest=rest)
     batches = iter(torch_loader(loader, recording, loader.batch_size, loader.drop_last, **changed))
-    return TorchBatches(batches, run, sizes, loader.batch_size or 1, skip)
+    return TorchBatches(batches, run, sizes, loader.batch_size or 1, skip, workers=workers > 0)
 
 
 def batches_of(samples: int, sizes: Iterable[int]) -> int:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import itertools
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+from torch._utils import ExceptionWrapper
 
 from hotset.loader.index_route import samples_in
 from hotset.loader.state import EpochProgress
@@ -58,9 +61,11 @@ class RecordedOrder:
 class TorchBatches:
     """Iterator over the batches of torch's own loader, which counts them.
 
-    To resume a pass, it makes the batches that were consumed and drops them.
+    To resume a pass, it makes the batches that were consumed and drops them. One that raised an exception was
+    consumed as well, if the program went on to the next.
 
     Args:
+        workers: whether workers make the batches.
         sizes: of the batches that were made and not handed over yet, as far as they are known; where they
             are not, as in the first pass over a stream, a batch counts as full.
         size: how many samples a full batch has.
@@ -78,9 +83,11 @@ class TorchBatches:
         skip: int | None = None,
         ended: Callable[[], None] | None = None,
         *,
+        workers: bool,
         measured: bool = False,
     ) -> None:
         self._batches = batches
+        self._workers = workers
         self._run = run
         self._sizes = sizes
         self._measured = measured and sizes is None
@@ -91,11 +98,21 @@ class TorchBatches:
                 next(batches)
             except StopIteration:
                 break
+            except Exception as error:
+                if not self._took_batch(error):
+                    raise
             self._samples()
 
     def _samples(self) -> int:
         """How many samples the batch has that was made last."""
         return self._sizes.popleft() if self._sizes else self._size
+
+    def _took_batch(self, error: BaseException) -> bool:
+        """Whether this came in place of a batch: a time-out, or an interrupt of the waiting, takes none."""
+        if not self._workers:
+            return self._sizes is None or bool(self._sizes)  # else the sampler has raised it
+        reraise = ExceptionWrapper.reraise.__code__
+        return any(frame.f_code is reraise for frame, _ in traceback.walk_tb(error.__traceback__))
 
     def __iter__(self) -> TorchBatches:
         return self
@@ -109,8 +126,9 @@ class TorchBatches:
             if self._ended is not None:
                 self._ended()
             raise
-        except BaseException:
-            self._samples()  # forget the size of the batch that failed: others may follow
+        except BaseException as error:
+            if self._took_batch(error):  # others may follow
+                self._run.failed(self._samples())
             raise
         samples = self._samples()
         self._run.count(samples, start, _rows(batch) if self._measured else None)

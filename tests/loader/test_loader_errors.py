@@ -102,14 +102,15 @@ def test_the_batches_after_a_failed_one_come_where_workers_would_make_few_ahead(
         equal_batches(story(batches), expected)
 
 
+@pytest.mark.parametrize("is_cached", [True, False])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_failed_batch_is_tried_again_until_a_later_one_was_handed_over(
-    workers: int, tmp_path: Path
+    workers: int, is_cached: bool, tmp_path: Path
 ) -> None:
     source = Raising(image_and_label, N, 9, tmp_path / "armed")
     with hotset.cache(source) as cached:
         source.arm()
-        make = partial(hotset.DataLoader, cached, batch_size=4, num_workers=workers)
+        make = partial(hotset.DataLoader, cached if is_cached else source, batch_size=4, num_workers=workers)
         loader = make()
         batches = iter(loader)
         for _ in range(2):
@@ -119,11 +120,16 @@ def test_a_failed_batch_is_tried_again_until_a_later_one_was_handed_over(
         at_the_failed_one = loader.state_dict()
         next(batches)
         after_the_next = loader.state_dict()
-        source.disarm()
-        for state, rest in (at_the_failed_one, range(8, N)), (after_the_next, range(16, N)):
+
+        def resumes(state: dict[str, Any], rest: range) -> None:
             resumed = make()
             resumed.load_state_dict(state)
             equal_batches(list(resumed), list(DataLoader(Subset(source, rest), batch_size=4)))
+
+        resumes(after_the_next, range(16, N))
+        source.disarm()
+        resumes(after_the_next, range(16, N))
+        resumes(at_the_failed_one, range(8, N))
 
 
 @hotset.nondeterministic
@@ -267,6 +273,21 @@ def test_a_killed_worker_is_torchs_own_error_and_the_cache_lives_on(persistent: 
             equal_batches(list(again), list(DataLoader(source, batch_size=4)))
         assert cached.stats().cached == N
         assert cached.check() == []
+
+
+def test_without_a_cache_a_time_out_takes_no_batch(tmp_path: Path) -> None:
+    source = SlowInWorkers(image_and_label, N, 9, tmp_path / "armed")
+    source.arm()
+    loader = hotset.DataLoader(source, batch_size=4, num_workers=2, timeout=1)
+    iterator = iter(loader)
+    assert "timed out" in failure(lambda: list(iterator)).text
+    source.disarm()
+    next(iterator)
+    state, resumed = loader.state_dict(), hotset.DataLoader(source, batch_size=4, num_workers=2)
+    resumed.load_state_dict(state)
+    equal_batches(list(resumed), list(iterator))
+    assert loader.last_epoch is not None
+    assert (loader.last_epoch.batches, loader.last_epoch.samples) == (6, N)
 
 
 def test_timeout_is_torchs_own_error(tmp_path: Path) -> None:
