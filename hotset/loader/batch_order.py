@@ -49,6 +49,7 @@ class BatchOrder:
     def __init__(
         self, batches: Any, *, ahead: int, generator: torch.Generator | None, fresh: bool, arrays: bool
     ) -> None:
+        self._order = batches
         self._ahead = ahead
         self._arrays = arrays
         self._drawn: deque[Any] = deque()
@@ -65,6 +66,14 @@ class BatchOrder:
     def _begin(self, batches: Any) -> Iterator[Any]:
         whole = whole_epoch(batches) if self._arrays else None
         return whole if whole is not None else iter(batches)
+
+    def __len__(self) -> int:
+        """How many batches there are, or were when it began.
+
+        Raises:
+            TypeError: the sampler has no length.
+        """
+        return len(self._order)
 
     def _draw(self) -> None:
         try:

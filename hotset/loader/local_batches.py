@@ -359,7 +359,7 @@ class LocalBatches:
         return gather.finish(copy) if copy is not None else None
 
     def __len__(self) -> int:
-        return self._run.summary.batches_expected
+        return len(self._order)
 
 
 def _joined(batches: list[Any]) -> Any | None:

@@ -124,6 +124,16 @@ def test_iterators_behave_as_torchs(script: Script, live: bool, workers: int) ->
     same_story(script, live=live, shuffle=True, num_workers=workers)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_iterator_has_no_length_where_the_sampler_has_none(workers: int) -> None:
+    """With one of 0 it would be false."""
+
+    def lengths(loader: DataLoader[Any]) -> list[Any]:
+        return [failure(lambda: len(iter(loader))).text]  # type: ignore[arg-type]
+
+    same_story(lengths, sampler=reversed(range(N)), num_workers=workers)
+
+
 @pytest.mark.parametrize("live", [False, True])
 def test_breaking_early_with_persistent_workers(live: bool) -> None:
     same_story(break_early, live=live, shuffle=True, num_workers=2, persistent_workers=True)
