@@ -11,6 +11,7 @@ import copy
 import ctypes
 import dataclasses
 import enum
+import functools
 import importlib
 import mmap
 import multiprocessing as mp
@@ -681,6 +682,53 @@ def test_what_reading_finds_in_any_way_counts(by: str) -> None:
             equal_batches(one, other)
     assert ["has changed," in str(w.message) for w in told] == [True, False]
     assert "has changed again" in str(told[1].message)
+
+
+class Calls:
+    """Calls what it was given, as one that tries again does."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.functions = [function]
+
+    def __call__(self, *given: Any) -> Any:
+        return self.functions[0](*given)
+
+
+def scaled_by(dataset: Any, index: int) -> torch.Tensor:
+    return torch.tensor(index * dataset.scale)
+
+
+class ReadsBy(Dataset[Any]):
+    def __init__(self, read: Callable[[Any], Callable[[int], Any]]) -> None:
+        self.read, self.scale = read(self), 2
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        return self.read(index)
+
+    def scaled(self, index: int) -> Any:
+        return scaled_by(self, index)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda dataset: Calls(dataset.scaled),
+        lambda dataset: Calls(functools.partial(scaled_by, dataset)),
+        lambda dataset: functools.partial(Calls(Calls(scaled_by)), dataset),
+    ],
+)
+def test_what_functions_read_that_objects_of_its_own_call_counts(read: Any) -> None:
+    held = ReadsBy(read)
+    with hotset.cache(held, memory="1MiB") as cached:
+        loader = hotset.DataLoader(cached, batch_size=N)
+        list(loader)
+        held.scale = 3
+        with recorded() as told:
+            assert [batch.tolist() for batch in loader] == [[3 * index for index in range(N)]]
+    assert [str(warning.message)[:26] for warning in told] == ["ReadsBy.scale has changed,"]
 
 
 def test_a_declared_dataset_is_not_watched() -> None:

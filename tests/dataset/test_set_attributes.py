@@ -672,9 +672,19 @@ def test_an_attribute_set_in_a_worker_takes_effect_there_as_in_torch(change: Any
         assert cached.stats().cached == 0, "nothing of it is kept for others"
 
 
+class Calls:
+    def __init__(self, function: Any) -> None:
+        self.functions = [function]
+
+    def __call__(self, worker: int) -> None:
+        for function in self.functions:
+            function(worker)
+
+
+@pytest.mark.parametrize("kind", [functools.partial, Calls])
 @pytest.mark.parametrize("made_by", LOADERS)
-def test_a_worker_sets_attributes_also_where_everything_is_cached(made_by: str) -> None:
-    sets = functools.partial(_set_in_worker, sets_another)
+def test_a_worker_sets_attributes_also_where_everything_is_cached(kind: Any, made_by: str) -> None:
+    sets = kind(functools.partial(_set_in_worker, sets_another))
     make = functools.partial(LOADERS[made_by], num_workers=2, worker_init_fn=sets)
     with recorded(), hotset.cache(Pictures(), memory="1MiB") as cached:
         cached.fill()

@@ -42,7 +42,15 @@ from hotset.determinism.objects.memos import MEMO, kept_by
 from hotset.determinism.objects.safe_access import UNSET, content_of_cell, is_opaque, shown, values_of
 from hotset.store.leaves.instances import slots_of
 
-__all__ = ["attributes", "held_objects", "loaded_by", "parts_of_chains", "reached_by_code", "within_reach"]
+__all__ = [
+    "attributes",
+    "held_functions",
+    "held_objects",
+    "loaded_by",
+    "parts_of_chains",
+    "reached_by_code",
+    "within_reach",
+]
 
 Kinds = tuple[type, ...]
 
@@ -128,6 +136,19 @@ def held_objects(holder: object, kinds: Kinds = ()) -> Iterator[Any]:
             yield node
 
 
+def held_functions(holder: object) -> Iterator[types.FunctionType]:
+    """The user's functions that an object holds as :func:`held_objects` says, in methods and partials too.
+
+    Example:
+        >>> def double(x): return 2 * x
+        >>> list(held_functions(types.SimpleNamespace(steps=[functools.partial(double)]))) == [double]
+        True
+    """
+    for _, node in _walk(holder, _HELD, (types.FunctionType,), hotsets=False, code=False):
+        if type(node) is types.FunctionType and is_users(node):
+            yield node
+
+
 def reached_by_code(holder: object) -> Iterator[Any]:
     """The user's functions, classes and objects that the holder reaches, also through code; near ones first.
 
@@ -165,7 +186,7 @@ def _walk(
         name: of the holder, with which the paths begin.
         deepest: how far from the holder it goes.
         hotsets: whether to hotset's own objects, too; to the holder in any case.
-        code: whether to functions and classes, too.
+        code: whether to functions and classes of other kinds, too.
     """
     seen = {} if seen is None else seen
     queue: deque[tuple[str, Any, int]] = deque([(name, holder, 0)])
@@ -190,7 +211,7 @@ def _walk(
             for label, child in _reachable(node, kinds):
                 if id(type(child)) in passed_over or id(child) in seen:  # as most are; a path costs time
                     continue
-                if code or not issubclass(type(child), _NAMED):
+                if code or not issubclass(type(child), _NAMED) or issubclass(type(child), kinds):
                     queue.append((path + label, child, depth + 1))
 
 

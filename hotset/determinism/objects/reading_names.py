@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset
 
 from hotset.determinism.objects.code_dependencies import is_users, names_in
-from hotset.determinism.objects.object_graph import held_objects, loaded_by
+from hotset.determinism.objects.object_graph import held_functions, held_objects, loaded_by
 from hotset.determinism.objects.safe_access import attributes_of, is_a, is_opaque, length, values_of
 
 __all__ = ["CALLED_UNNAMED", "ReadingCode", "names_used_by", "reading_code"]
@@ -174,4 +174,4 @@ def _parts(value: Any) -> Iterable[Any]:
         return ()  # its own code is looked at by itself
     held = (each for each in held_objects(value) if not is_a(each, (Dataset, *_CONTAINERS)))
     wrapped = inspect.getattr_static(value, "__wrapped__", None)
-    return (wrapped, *(type(each) for each in held if is_users(each)))
+    return (wrapped, *held_functions(value), *(type(each) for each in held if is_users(each)))
