@@ -10,8 +10,8 @@ value                    no other object can reach it, if
 =======================  ==============================================================================
 number, text, ...        always: it cannot change
 dict, list, tuple, set   only its holder refers to it, and so with each of its parts
-tensor                   and its storage has no other tensor, and is torch's own memory; and so with each of
-                         its attributes
+tensor                   and its storage has no other tensor, no other object refers to it, and it is torch's
+                         own memory; and so with each of its attributes
 array                    and it owns its memory, or its base does, which only this array refers to
 PIL image                and only it refers to its pixels, which are no array's or file's memory, and to the
                          containers, arrays and tensors that are its attributes
@@ -147,7 +147,7 @@ def _tensor_is_alone(tensor: torch.Tensor, foreign: list[torch.Tensor] | None) -
     storage = tensor.untyped_storage()
     # The tensor and the storage object that was just made. A view shares its storage with its base, which
     # others may hold: it is copied. Memory that torch did not allocate (numpy's, a file's) cannot be resized.
-    if _uses_of(storage._cdata) > 2:
+    if _uses_of(storage._cdata) > 2 or sys.getrefcount(storage) > _STORED:
         return False
     if not storage.resizable() and foreign is not None:
         foreign.append(tensor)
@@ -386,7 +386,15 @@ def _contained() -> int:
     return min(counts)
 
 
+def _stored() -> int:
+    """The reference count of the storage of a new tensor, as seen by who looks at it."""
+    tensor = torch.empty(1, device="cpu")
+    storage = tensor.untyped_storage()
+    return sys.getrefcount(storage)
+
+
 # At most the counts of the known interpreters: a tracer that holds references must not raise them.
 _PASSED = 0
 _PASSED = min(_passed(), 2 if sys.version_info >= (3, 11) else 3)
 _CONTAINED = min(_contained(), 3)
+_STORED = _stored()

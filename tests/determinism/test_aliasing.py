@@ -206,6 +206,24 @@ def test_views_of_the_users_memory_are_copied_before_a_transform(
         assert np.array_equal(np.load(tmp_path / "rows.npy"), before)
 
 
+def test_a_tensor_over_a_storage_that_the_dataset_holds_is_copied_before_a_transform() -> None:
+    class OfStorages(Dataset[Any]):
+        def __init__(self) -> None:
+            self.storages = [torch.full((3,), float(index)).untyped_storage() for index in range(N)]
+
+        def __len__(self) -> int:
+            return N
+
+        def __getitem__(self, index: int) -> Any:
+            return torch.empty(0).set_(self.storages[index])  # type: ignore[call-overload]
+
+    dataset = OfStorages()
+    with hotset.cache(dataset, transform=lambda row: row.add_(1), memory="1MiB") as cached:
+        for _ in range(2):
+            assert [row.tolist() for row in cached] == [[index + 1.0] * 3 for index in range(N)]
+    assert [dataset[index].tolist() for index in range(N)] == [[float(index)] * 3 for index in range(N)]
+
+
 def test_pictures_that_the_dataset_holds_are_copied_before_a_transform() -> None:
     pictures: Any = [Image.new("L", (4, 4), i) for i in range(N)]
     before = [picture.tobytes() for picture in pictures]
