@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import collections
 import hashlib
+import itertools
 import os
 import random
 import sys
@@ -33,7 +34,8 @@ if __package__:  # else it is a program of its own that imports this file
 
 
 def run(main: Any, options: dict[str, Any]) -> None:
-    """Run ``main(cache, Loader, observe)`` as the first argument says, and print what it observes."""
+    """Run ``main(cache, Loader, observe, go_on)`` as the first argument says, and print what it observes."""
+    import pickle
     import warnings
 
     import numpy as np
@@ -60,11 +62,24 @@ def run(main: Any, options: dict[str, Any]) -> None:
     def transformed(dataset: Any, transform: Any = None) -> Any:
         return dataset if transform is None else _Transformed(dataset, transform)
 
+    def go_on(loaders: list[Any], make: Any, after: int) -> Any:
+        """A pass that goes on in another loader after so many batches; with torch's loader, as it is."""
+        batches = iter(loaders[-1])
+        if how != "hotset":
+            yield from batches
+            return
+        yield from itertools.islice(batches, after)
+        saved = pickle.dumps(loaders[-1].state_dict())
+        del batches
+        loaders[-1] = make()
+        loaders[-1].load_state_dict(pickle.loads(saved))
+        yield from loaders[-1]
+
     how = sys.argv[1]
     given = transformed if how == "plain" else cache
     loader = hotset.DataLoader if how == "hotset" else torch.utils.data.DataLoader
     try:
-        main(given, loader, observe)
+        main(given, loader, observe, go_on)
     except hotset.errors.HotsetError as error:
         print("refused:", type(error).__name__, str(error).replace("\n", " "))
     except Exception as error:
@@ -494,6 +509,16 @@ LOOPS = {
     ],
     "zipped": ["for a, b in zip(loader, loader):", "    observe('batch', a, b)"],
     "kept": ["kept = list(loader)", "for batch in kept:", "    observe('batch', batch)"],
+    "goes on": [
+        "for batch in go_on(loaders, make_loader, {after}):",
+        "    observe('batch', batch)",
+        "loader = loaders[-1]",
+    ],
+    "goes on once": [
+        "for batch in go_on(loaders, make_loader, {after}) if epoch == {late} else loader:",
+        "    observe('batch', batch)",
+        "loader = loaders[-1]",
+    ],
     "evaluates": [
         "for batch in loader:",
         "    observe('batch', batch)",
@@ -616,7 +641,10 @@ def compose(seed: int) -> str:
         definitions.append(_code(ON_IMAGE))
         behind = f", transform=[{', '.join(f'OnImage({each})' for each in more)}]"
     anew = rng.random() < 0.2
-    make_loader = [*filter(None, [ahead]), f"loader = Loader(dataset, {', '.join(options)})"]
+    after, late = rng.randrange(5), rng.randrange(4)
+    body = [*filter(None, [ahead]), f"return Loader(dataset, {', '.join(options)})"]
+    make_loader = ["def make_loader():", _block(body, 1)]
+    begin = ["loader = make_loader()", "loaders = [loader]"]
     given = {}
     if rng.random() < 0.15:
         given["memory"] = 3000
@@ -652,13 +680,14 @@ def compose(seed: int) -> str:
         _block("def augment(self, x):\n    return self.transform(x) + 1\n", 1),
         "    def __getitem__(self, i):",
         _block([*CALLS[name["CALLS"]], RETURNS[name["RETURNS"]]], 2),
-        "def main(cache, Loader, observe):\n    batch_size = 4\n    raw = Data()",
+        "def main(cache, Loader, observe, go_on):\n    batch_size = 4\n    raw = Data()",
         _block(WRAPS[wraps].replace("cache(raw)", f"cache(raw{behind})"), 1),
-        "" if anew else _block(make_loader, 1),
+        _block(make_loader, 1),
+        "" if anew else _block(begin, 1),
         "    for epoch in range(4):",
         _block(CHANGES[name["CHANGES"]], 2),
-        _block(make_loader, 2) if anew else "",
-        _block(LOOPS[name["LOOPS"]], 2),
+        _block(begin, 2) if anew else "",
+        _block([line.format(after=after, late=late) for line in LOOPS[name["LOOPS"]]], 2),
         "        observe('end of epoch')",
         f"if __name__ == '__main__':\n    run(main, {given!r})",
     ]

@@ -349,6 +349,8 @@ class DataLoader(TorchDataLoader[T]):
         saved = read_state(state, self._identity_for(state), cut, self.num_workers, self._header()["windows"])
         if self._route() is None or (self._stream is not None and _is_of_stream(state)):
             saved.require_replay(self, cut)
+            if self._stream is not None and saved.under_way:
+                passes_of(self._stream).tell_of_replay()
         elif self._rest is not None and saved.position.samples > len(self._samples_in_order):
             saved.require_size(cut)
         saved.restore_samplers(Beginning(self))

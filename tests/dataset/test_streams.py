@@ -637,6 +637,28 @@ class TestRecorded:
             assert values(other) == rest
             assert sorted(values(other)) == list(range(N))
 
+    @pytest.mark.parametrize("drawn_by", ["the global generator", "entropy", "the clock"])
+    def test_a_first_pass_that_no_run_repeats_is_warned_of_as_it_goes_on(self, drawn_by: str) -> None:
+        class Drawn(Numbers):
+            def __iter__(self) -> Iterator[Any]:
+                seed = time.time_ns() if drawn_by == "the clock" else None
+                own = random if drawn_by == "the global generator" else random.Random(seed)
+                numbers = list(range(self.count))
+                own.shuffle(numbers)
+                yield from ((torch.tensor(float(number)), number) for number in numbers)
+
+        with recorded() as told, hotset.cache(Drawn(N), memory="10MiB") as stream:
+            loader, other = (hotset.DataLoader(stream, batch_size=4) for _ in range(2))
+            batches = iter(loader)
+            consumed = [*values([next(batches)]), *values([next(batches)])]
+            other.load_state_dict(loader.state_dict())
+            rest = values(other)
+        said = [str(one.message) for one in told if "samples twice" in str(one.message)]
+        if drawn_by == "the global generator":
+            assert sorted(consumed + rest) == list(range(N))
+        assert len(said) == (drawn_by != "the global generator")
+        assert all(map(is_a_sentence, said))
+
     def test_a_state_is_of_the_order_in_which_workers_recorded_it(self) -> None:
         class Halves(Numbers):
             def __iter__(self) -> Iterator[Any]:

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,21 @@ class TestWebDataset:
             assert labels(hotset.DataLoader(one, batch_size=4)) == first
         one.close()
         other.close()
+
+    @pytest.mark.parametrize("seed", [None, 5])
+    def test_a_shuffle_without_a_seed_is_warned_of_as_a_pass_goes_on(
+        self, shards: str, seed: int | None
+    ) -> None:
+        shuffled = pictures(shards).shuffle(8, seed=seed)
+        with warnings.catch_warnings(record=True) as told, hotset.cache(shuffled, memory="10MiB") as stream:
+            warnings.simplefilter("always")
+            loader, other = (hotset.DataLoader(stream, batch_size=4) for _ in range(2))
+            batches = iter(loader)
+            consumed = labels([next(batches)])
+            other.load_state_dict(loader.state_dict())
+            rest = labels(other)
+        assert any("may give some samples twice" in str(each.message) for each in told) is (seed is None)
+        assert seed is None or sorted(consumed + rest) == list(range(N))
 
     def test_random_transforms_within_it_are_refused(self, shards: str) -> None:
         with pytest.raises(hotset.NotCacheable, match=r"transform=\[...\]"):

@@ -8,7 +8,7 @@ import shutil
 from dataclasses import replace
 
 from hotset.dataset.plan import Plan
-from hotset.dataset.streams.libraries import has_shuffle
+from hotset.dataset.streams.libraries import draws_from_clock, has_shuffle
 from hotset.dataset.streams.probe import StreamFacts
 from hotset.dataset.streams.source import StreamSource
 from hotset.store import memory_limits
@@ -54,4 +54,6 @@ def plan_of_stream(stream: StreamSource, plan: Plan, stride: int, *, alone: bool
         notes=(probed.note + (_SHUFFLES_LEFT_OUT if shuffles else ""), *plan.notes),
         warnings=(*plan.warnings, *((probed.warning,) if probed.warning is not None else ())),
     )
-    return plan, probed.facts._replace(shuffled=probed.facts.shuffled or shuffles, alone=alone)
+    facts = probed.facts
+    repeats = facts.repeats and not draws_from_clock(stream.stream)
+    return plan, facts._replace(shuffled=facts.shuffled or shuffles, repeats=repeats, alone=alone)

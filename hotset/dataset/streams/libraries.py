@@ -20,6 +20,7 @@ from hotset.determinism.objects.code_dependencies import package_of
 
 __all__ = [
     "batch_size_of",
+    "draws_from_clock",
     "epoch_kept",
     "has_shuffle",
     "is_hugging_face",
@@ -98,6 +99,13 @@ def has_shuffle(stream: Any) -> bool:
     return isinstance(stages, list) and any(
         _is_shuffle(stage) and _buffer_size(stage) > 1 for stage in stages
     )
+
+
+def draws_from_clock(stream: Any) -> bool:
+    """Whether a shuffle of WebDataset's has no seed: it draws each run's order from the time."""
+    stages = getattr(stream, "pipeline", None)
+    given = [getattr(stage, "kw", {}) for stage in stages or () if _is_shuffle(stage) and hasattr(stage, "f")]
+    return isinstance(stages, list) and any(each.get("seed") is None for each in given)
 
 
 def batch_size_of(stream: Any) -> int:

@@ -273,6 +273,17 @@ class StreamPasses:
                 "one order",
             )
 
+    def tell_of_replay(self) -> None:
+        """Warn before a pass over the stream itself goes on, if no run of it repeats another one's order."""
+        parts = self.parts()
+        if parts is not None and not StreamFacts.of(parts.store).repeats:
+            self.warn(
+                f"{self.name} draws the order of each run from the clock or the system's entropy, so the "
+                "pass that goes on may give some samples twice and miss others; give its shuffle a seed, or "
+                "record it first: let one pass come to its end, or call fill().",
+                "replay",
+            )
+
     def tell_of_workers(self) -> None:
         """Warn that a worker of a loader that does not know the cache runs the stream itself."""
         self.warn(

@@ -62,6 +62,7 @@ class StreamFacts(NamedTuple):
         entropy: whether reading takes entropy that the first samples do not depend on.
         own: whether a run has generators of its own that are seeded anew each time.
         shuffled: whether another run gives another order.
+        repeats: whether it gives the same order as before if the generators have the same states.
         by_epoch: whether another epoch may give another order.
         batch_size: how many samples each item holds, if the stream says so; otherwise 0.
         alone: whether no other process can use the cache.
@@ -71,6 +72,7 @@ class StreamFacts(NamedTuple):
     entropy: bool = True
     own: bool = False
     shuffled: bool = False
+    repeats: bool = True
     by_epoch: bool = False
     batch_size: int = 0
     alone: bool = True
@@ -163,21 +165,29 @@ def probe_stream(stream: Any, name: str, declaration: str | None) -> StreamProbe
         moved = generators.any_moved
         # Generators go on from where the first run left them: a stream that draws differs.
         second = _first_samples(plain, most=len(first.read))
+        note, warning = "the stream is declared deterministic", None
+        facts = StreamFacts(shuffled=not _are_alike(first, second))
+        if declaration != "deterministic":
+            note, warning, facts = _compared(name, first, second, moved)
+        repeats = not facts.shuffled or plain is stream or _repeats(stream, first, generators)
         is_tried = declaration is None and plain is not stream
         by_epoch, reorders = _in_another_epoch(plain, first) if is_tried else (False, may_reorder(stream))
-    note, warning = "the stream is declared deterministic", None
-    facts = StreamFacts(shuffled=not _are_alike(first, second))
-    if declaration != "deterministic":
-        note, warning, facts = _compared(name, first, second, moved)
     samples = [each.sample for each in first.read[:PLANNED]]
     size = batch_size_of(stream)
-    facts = facts._replace(by_epoch=reorders, batch_size=size if _are_batches(samples, size) else 0)
+    size = size if _are_batches(samples, size) else 0
+    facts = facts._replace(repeats=repeats, by_epoch=reorders, batch_size=size)
     return StreamProbe(samples, first.seconds, facts, note, warning, by_epoch)
 
 
 def _are_alike(first: _Run, second: _Run) -> bool:
     """Whether both runs began with the same samples; the second may have been slower, and have fewer."""
     return second.digests == first.digests[: len(second.read)]
+
+
+def _repeats(stream: Any, first: _Run, generators: Generators) -> bool:
+    """Whether a run gives the same again from the states that the generators had before the first one."""
+    generators.restore()
+    return _are_alike(first, _first_samples(_copy(stream), most=len(first.read)))
 
 
 def _in_another_epoch(stream: Any, first: _Run) -> tuple[bool, bool]:
