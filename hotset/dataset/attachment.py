@@ -16,6 +16,7 @@ microseconds. Only what was handed out already is mapped: touching a hole of a t
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import threading
@@ -134,7 +135,8 @@ class Attachment:
                     f"the cache of {self._name} cannot be sent to another process, so there samples come "
                     f"from the source: {error}. Close no descriptors that your program has not opened."
                 )
-        return {**self.__dict__, "_store": None, "_address": where, "_process": 0}
+        handle = copy.copy(self._handle)  # which has no share yet: a copy's is its own, in one process, too
+        return {**self.__dict__, "_store": None, "_address": where, "_process": 0, "_handle": handle}
 
 
 def map_ahead(segment: Segment) -> threading.Thread | None:

@@ -343,7 +343,7 @@ class SharedCache:
         return self._slots if self._attachment.store() is not None else None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy in this process attaches by itself, as it may be closed first.
+        # A copy in this process attaches by itself, and has a share of its own, as it may be closed first.
         return {**self.__dict__, "_seen": None, "_slots": None, "_attachment": copy.copy(self._attachment)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1089,6 +1089,19 @@ def test_a_copy_is_the_same_cache_and_outlives_the_original() -> None:
     assert slots_of(again).store.check() == []
 
 
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_cache_stays_listed_as_long_as_a_copy_is_used(copied: Callable[[Any], Any]) -> None:
+    """For ranks that make it later, and for `hotset check`."""
+    before = len(list(reports.check_caches()))
+    cache = small()
+    other = copied(cache)
+    other[3] = picture(3)
+    del cache
+    assert len(list(reports.check_caches())) == before + 1
+    del other
+    assert len(list(reports.check_caches())) == before
+
+
 def test_a_cache_whose_processes_are_gone_is_empty_with_a_warning() -> None:
     cache = small()
     sent = pickle.dumps(cache)
