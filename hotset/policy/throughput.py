@@ -124,7 +124,7 @@ def with_start(rate: float, start: float) -> float:
         >>> round(with_start(1000.0, 1e-3))
         500
     """
-    return rate / (1.0 + rate * start)
+    return rate / (1.0 + rate * start) if rate < math.inf else _inverse(start)
 
 
 def mixed(hits: Loader, misses: Loader, share: float) -> Loader:

@@ -77,3 +77,8 @@ def test_without_workers_nothing_overlaps_and_a_gather_ahead_does() -> None:
 
 def test_what_is_received_is_received_between_steps() -> None:
     assert training_rate(Loader(1e6, 1e-3, 0.0, True), Step(1e-3, 0.0), 64) == pytest.approx(500, rel=0.01)
+
+
+def test_a_training_whose_costs_were_too_small_to_measure_needs_no_worker() -> None:
+    for start in (0.0, 1e-3):
+        assert best_workers(Fetch(cpu=0.0), Step(0.0, 0.0), cores=2, start=start)[0] == 0
