@@ -313,5 +313,5 @@ def _share(value: object, name: str, wanted: str) -> Fraction:
     if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 <= float(value) <= 1.0:
         raise ArgumentError(f"{name}={value!r} must be {wanted}.")
     # Fractions this simple are further apart than a float's rounding; only a tiny one has none but 0 near it.
-    exact = Fraction(float(value))
+    exact = Fraction(str(value))  # that of the float itself would take a float32 of 0.07 for more
     return exact.limit_denominator(10**9) or exact

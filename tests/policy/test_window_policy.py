@@ -547,3 +547,9 @@ def test_ranks_part_an_epoch_without_talking(window: RunningWindow, epoch: int, 
     used = residents_of(window, epoch)[epoch_order(window.seed, epoch, epoch, window.resident)]
     parts = [i for rank in range(ranks) for i in used[rank::ranks].tolist()]
     assert sorted(parts) == sorted(residents_of(window, epoch).tolist())
+
+
+def test_a_share_in_numpys_floats_is_the_one_that_was_written() -> None:
+    for kind in (float, np.float16, np.float32, np.float64):
+        assert resident_count(kind(0.29), 0.1, samples=100) == 29
+        assert replaced_count(100, kind(0.07), samples=1000) == 7
