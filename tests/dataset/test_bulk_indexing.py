@@ -184,3 +184,27 @@ def test_to_find_out_that_batches_draw_moves_no_generator() -> None:
     with pytest.raises(hotset.NotCacheable, match="__getitems__ returns other samples"):
         hotset.cache(DrawsForMany(), memory="1MiB")
     assert rng_states() == before
+
+
+class OneArray(Dataset[Any]):
+    """Fills one array for each sample, and new ones for several."""
+
+    def __init__(self) -> None:
+        self.array = np.zeros(3)
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        self.array[:] = index
+        return self.array
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [np.full(3, float(index)) for index in indices]
+
+
+def test_a_dataset_that_fills_one_array_for_each_sample_may_make_new_ones_for_several() -> None:
+    with hotset.cache(OneArray(), memory="1MiB") as cached:
+        for _ in range(2):
+            equal_batches(list(hotset.DataLoader(cached, 2)), list(DataLoader(OneArray(), 2)))
+            equal_batches(cached[2], np.full(3, 2.0))

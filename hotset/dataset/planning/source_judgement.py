@@ -267,10 +267,13 @@ def _batch_is_alike(
     """Whether samples that are read together are those that are read one by one, and none of it draws."""
     with Generators((dataset,)) as generators:
         try:
-            alone = list(map(read_one, indices))
-            generators.restore()
-            together = read(list(indices))
-            return not generators.moved() and differs(alone, list(together)) is None
+            together = list(read(list(indices)))
+            if generators.moved() or len(together) != len(indices):
+                return False
+            # One by one, as a dataset may fill the same array for each of them.
+            return all(
+                differs(read_one(index), one) is None for index, one in zip(indices, together, strict=True)
+            )
         except own_errors():  # a sample that cannot be read may never be asked for
             return True
 
