@@ -215,6 +215,9 @@ class LocalBatches:
         start = time.perf_counter()
         self._run.raise_errors()
         self._selected = self._draw()
+        # What was gathered ahead begins with this batch: the next one must not be taken from there.
+        self._ahead.stop()
+        self._several = None
         ids = self._route.ids_of(self._selected)
         if ids is not None and not self._may_be_served(ids):
             ids = None

@@ -104,6 +104,18 @@ def test_batches_are_the_loaders_whatever_is_resident(make: Callable[[int], Any]
             assert residents.complete == (kept == N)
 
 
+@pytest.mark.parametrize("size", [10, 1 << 18])
+def test_batches_are_in_order_that_are_taken_past_the_resident_ones(size: int) -> None:
+    """From an iterator that a program has begun, and goes on with after a queue."""
+    with full(lambda index: torch.full((size,), index)) as cached:
+        batches = iter(hotset.DataLoader(cached, batch_size=2))
+        found = [next(batches)]
+        serving = GpuCache(ALL, CPU).serve(batches)
+        assert serving is not None
+        found += [next(serving), next(serving), next(batches), next(serving), *batches]
+        assert torch.cat([batch[:, 0] for batch in found]).tolist() == list(range(N))
+
+
 ORDERS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "in order": lambda cached: {"batch_size": 5},
     "last dropped": lambda cached: {"batch_size": 5, "drop_last": True, "shuffle": True},
