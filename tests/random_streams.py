@@ -154,6 +154,12 @@ class _Transformed(torch.utils.data.IterableDataset[Any]):
             raise AttributeError(name)
         return getattr(self.stream, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("stream", "transforms"):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.stream, name, value)
+
 
 # ---- how programs are composed ----------------------------------------------------------------------------
 

@@ -141,6 +141,7 @@ def held_functions(holder: object) -> Iterator[types.FunctionType]:
 
     Example:
         >>> def double(x): return 2 * x
+        >>> double.__module__ = "a_program"
         >>> list(held_functions(types.SimpleNamespace(steps=[functools.partial(double)]))) == [double]
         True
     """
