@@ -79,6 +79,18 @@ class Session:
         return session.name if isinstance(session, Session) else session
 
     @property
+    def is_sound(self) -> bool:
+        """Whether each value is of its type, as it is not where a definition was damaged or edited."""
+        whole = (self.number, self.memory, 0 if self.server is None else self.server)
+        times = (self.created, 0.0 if self.ttl is None else self.ttl)
+        return (
+            all(type(value) is int and 0 <= value < 1 << 63 for value in whole)
+            and all(isinstance(value, (int, float)) for value in times)
+            and type(self.name) is str
+            and isinstance(self.spill, (str, type(None)))
+        )
+
+    @property
     def file(self) -> str:
         """Name of its quota in the runtime folder."""
         return f"{self.number}.session"
@@ -134,7 +146,7 @@ def session_of(quota: Quota) -> Session:
         session = Session(**{**quota.head, "memory": quota.limit})  # it may have been resized
     except TypeError as error:
         raise SessionError("its head is of another version of hotset, or damaged.") from error
-    if not (type(session.number) is int and type(session.name) is str and type(session.memory) is int):
+    if not session.is_sound:
         raise SessionError("its head is damaged.")
     return session
 
@@ -217,7 +229,7 @@ def _restore_one(folder: int, place: int, file: str, spill: str) -> None:
     with opened(place, file) as fd:
         head: dict[str, Any] = json.loads(os.pread(fd, 1 << 16, 0))
     session = Session(**{**head, "spill": spill})  # where it was found, whatever it says
-    if session.definition == file and type(session.memory) is int:
+    if session.definition == file and session.is_sound:
         Quota.create(folder, session.file, asdict(session), session.memory)
         # Its server is gone, unless it has been started again and lists the session.
         server_quota.enter(folder, session.server, session.number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -186,6 +187,28 @@ def test_a_disk_that_fails_keeps_no_other_session_from_being_found(
         read_all(cached, mapping)
         assert cached.stats().cached == N
     assert recovery.recover() == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"memory": -1}, {"memory": 1 << 70}, {"created": "today"}, {"ttl": "1h"}, {"name": 7}, {"server": "a"}],
+    ids=str,
+)
+def test_a_definition_that_cannot_be_hides_no_other_session(
+    wrong: dict[str, Any], disk: str, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that somebody has edited."""
+    sessions.create("a", memory=MIB, spill=disk, persist=True)
+    (definition,) = spills.spill_path(disk).glob("*.session.json")
+    definition.write_text(json.dumps(json.loads(definition.read_text()) | wrong))
+    reboot(runtime)
+    other = sessions.create("b", memory=MIB)
+    assert sessions.sessions() == [other]
+    assert sessions.expire() == []
+    old(monkeypatch)
+    assert len(recovery.recover()) == 1
+    assert spilled(disk) == []
+    assert sessions.sessions() == [other]
 
 
 # Reboots
