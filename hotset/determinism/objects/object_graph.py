@@ -137,14 +137,7 @@ def held_objects(holder: object, kinds: Kinds = ()) -> Iterator[Any]:
 
 
 def held_functions(holder: object) -> Iterator[types.FunctionType]:
-    """The user's functions that an object holds as :func:`held_objects` says, in methods and partials too.
-
-    Example:
-        >>> def double(x): return 2 * x
-        >>> double.__module__ = "a_program"
-        >>> list(held_functions(types.SimpleNamespace(steps=[functools.partial(double)]))) == [double]
-        True
-    """
+    """The user's functions that an object holds as :func:`held_objects` says, in methods and partials too."""
     for _, node in _walk(holder, _HELD, (types.FunctionType,), hotsets=False, code=False):
         if type(node) is types.FunctionType and is_users(node):
             yield node
