@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import collections
 import hashlib
-import itertools
 import os
 import random
 import sys
@@ -68,7 +67,11 @@ def run(main: Any, options: dict[str, Any]) -> None:
         if how != "hotset":
             yield from batches
             return
-        yield from itertools.islice(batches, after)
+        for _ in range(after):
+            try:
+                yield next(batches)
+            except StopIteration:
+                return
         saved = pickle.dumps(loaders[-1].state_dict())
         del batches
         loaders[-1] = make()
@@ -648,6 +651,11 @@ def compose(seed: int) -> str:
     given = {}
     if rng.random() < 0.15:
         given["memory"] = 3000
+        if rng.random() < 0.4:
+            given["spill"] = "spilled"
+    if rng.random() < 0.1:
+        given["concurrency"] = 3
+    in_groups = rng.random() < 0.15 and not behind
     lines = [
         f"# seed {seed}: {', '.join(f'{k.lower()} {v}' for k, v in name.items())}; {wraps}",
         HEAD.format(n=rng.choice([12, 17, 24])).strip("\n"),
@@ -678,6 +686,9 @@ def compose(seed: int) -> str:
         _block("def __len__(self):\n    return N\n", 1),
         _block(["def load(self, i):", _block(load, 1), ""], 1),
         _block("def augment(self, x):\n    return self.transform(x) + 1\n", 1),
+        _block("def __getitems__(self, indices):\n    return [self[i] for i in indices]\n", 1)
+        if in_groups
+        else "",
         "    def __getitem__(self, i):",
         _block([*CALLS[name["CALLS"]], RETURNS[name["RETURNS"]]], 2),
         "def main(cache, Loader, observe, go_on):\n    batch_size = 4\n    raw = Data()",
