@@ -630,7 +630,8 @@ def compose(seed: int) -> str:
         options.insert(0, "batch_size=batch_size")
         options += ["drop_last=True"] * (rng.random() < 0.3)
     if workers:
-        persistent = rng.random() < 0.3 and name["LOOPS"] != "zipped"  # torch makes of two passes one
+        # With these, torch makes of two passes one, and of a resumed one workers that see what was changed.
+        persistent = rng.random() < 0.3 and name["LOOPS"] not in ("zipped", "goes on", "goes on once")
         options += ["persistent_workers=True"] * persistent
         options += ["worker_init_fn=seed_worker"] * (rng.random() < 0.3)
         options += ["prefetch_factor=1"] * (rng.random() < 0.2)

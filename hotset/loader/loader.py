@@ -64,7 +64,7 @@ from hotset.loader.state import (
     read_state,
 )
 from hotset.loader.stream_order import StreamSampler
-from hotset.loader.stream_reading import batches_of, rest_of_stream, warn_of_order
+from hotset.loader.stream_reading import batches_of, loader_of_rest, rest_of_stream, warn_of_order
 from hotset.loader.torch_batches import FollowedBy, RecordedOrder, TorchBatches
 from hotset.loader.worker_batches import WorkerBatches
 from hotset.loader.worker_messages import BatchMessage
@@ -130,6 +130,7 @@ class DataLoader(TorchDataLoader[T]):
     _recorded: RecordedOrder | None = None
     _begins_by: Callable[[Any], Iterator[Any]] | None = None  # how torch's loader begins a resumed order
     _recorder: TorchDataLoader[Any] | None = None  # over a stream that is read first
+    _rest_loader: tuple[StreamRest, TorchDataLoader[Any]] | None = None  # over what is not recorded of it
     _read_by: tuple[Any, ...] | None = None  # what the last pass over a stream was made of
     _in_stream_order: bool = False  # whether such a pass is repeated, to resume it
 
@@ -246,7 +247,14 @@ class DataLoader(TorchDataLoader[T]):
             return batches_of_cache
         skip = self._consumed_of_rest(left, run)
         run.followed = True
-        return FollowedBy(batches_of_cache, partial(rest_of_stream, self, self._stream, left, run, skip))
+        make = partial(self._loader_of_rest, self._stream, left, run.number)
+        return FollowedBy(batches_of_cache, partial(rest_of_stream, make, left, run, skip))
+
+    def _loader_of_rest(self, stream: CachedStream[Any], left: StreamRest, number: int) -> Any:
+        """torch's loader over what is not recorded of a stream; its workers persist as this one's do."""
+        if self._rest_loader is None or self._rest_loader[0] != left or not self.persistent_workers:
+            self._rest_loader = left, loader_of_rest(self, stream, left, number)
+        return self._rest_loader[1]
 
     def _consumed_of_rest(self, left: StreamRest, run: EpochProgress) -> int:
         """How many batches were consumed, in a pass that is resumed, of those that follow the cached ones."""
@@ -403,7 +411,7 @@ class DataLoader(TorchDataLoader[T]):
 
     def _end_workers(self) -> None:
         """Have the next pass start workers anew; none of those that end gets, or still writes to, a block."""
-        self._inner = self._iterator = self._recorder = self._buffers = None
+        self._inner = self._iterator = self._recorder = self._rest_loader = self._buffers = None
         self._workers_begun = False
 
     def _header(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ has to be read by as many as recorded it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from hotset.loader.stream_order import StreamSampler
 from hotset.loader.torch_batches import TorchBatches
 from hotset.loader.worker_process import torch_loader
 
-__all__ = ["batches_of", "rest_of_stream", "warn_of_order"]
+__all__ = ["batches_of", "loader_of_rest", "rest_of_stream", "warn_of_order"]
 
 
 def warn_of_order(stream: CachedStream[Any], sampler: Any, batch_size: int | None, *, is_read: bool) -> None:
@@ -57,14 +57,17 @@ def warn_of_order(stream: CachedStream[Any], sampler: Any, batch_size: int | Non
         )
 
 
-def rest_of_stream(
-    loader: TorchDataLoader[Any],
-    stream: CachedStream[Any],
-    rest: StreamRest,
-    run: EpochProgress,
-    skip: int,
-) -> Iterator[Any]:
-    """The batches of samples that were not recorded as a pass began; the first ``skip`` are dropped."""
+def loader_of_rest(
+    loader: TorchDataLoader[Any], stream: CachedStream[Any], rest: StreamRest, number: int
+) -> TorchDataLoader[Any]:
+    """torch's loader over the samples that were not recorded as a pass began.
+
+    Args:
+        loader: the user's.
+        stream: that it reads.
+        rest: those samples.
+        number: of the pass.
+    """
     workers = rest.workers
     if {workers, loader.num_workers} <= {0, 1}:
         workers = loader.num_workers  # one worker divides nothing
@@ -74,15 +77,29 @@ def rest_of_stream(
             f"recorded, so as many read the rest of it, in place of {loader.num_workers}.",
             "rest",
         )
-    sizes = rest.sizes(loader.batch_size, drop_last=loader.drop_last)
     # torch's loader over the whole stream draws one seed for an epoch's workers, and that is drawn.
-    changed: dict[str, Any] = {"generator": _apart_from(loader.generator)}
+    changed: dict[str, Any] = {"generator": _apart_from(loader.generator, number)}
     if workers != loader.num_workers:  # what goes with these is left out
         changed |= {"num_workers": workers, "timeout": 0, "multiprocessing_context": None}
         changed |= {"prefetch_factor": None, "persistent_workers": False}
     recording = followed_passes(stream).recording(workers, rest=rest)
-    batches = iter(torch_loader(loader, recording, loader.batch_size, loader.drop_last, **changed))
-    return TorchBatches(batches, run, sizes, loader.batch_size or 1, skip, workers=workers > 0)
+    return torch_loader(loader, recording, loader.batch_size, loader.drop_last, **changed)
+
+
+def rest_of_stream(
+    make: Callable[[], TorchDataLoader[Any]], rest: StreamRest, run: EpochProgress, skip: int
+) -> Iterator[Any]:
+    """The batches of samples that were not recorded as a pass began; the first ``skip`` are dropped.
+
+    Args:
+        make: makes torch's loader over them.
+        rest: those samples.
+        run: the pass.
+        skip: how many batches of them were consumed before.
+    """
+    made = make()
+    sizes = rest.sizes(made.batch_size, drop_last=made.drop_last)
+    return TorchBatches(iter(made), run, sizes, made.batch_size or 1, skip, workers=made.num_workers > 0)
 
 
 def batches_of(samples: int, sizes: Iterable[int]) -> int:
@@ -95,7 +112,10 @@ def batches_of(samples: int, sizes: Iterable[int]) -> int:
     return sum(before < samples for before in itertools.accumulate(sizes, initial=0))
 
 
-def _apart_from(generator: torch.Generator | None) -> torch.Generator:
-    """A generator that follows from another one's state, and gives other numbers than it will give."""
+def _apart_from(generator: torch.Generator | None, number: int) -> torch.Generator:
+    """A generator that follows from another one's state, and gives other numbers than it will give.
+
+    They are others in each pass: where workers persist and no order is drawn, that state stays as it is.
+    """
     apart = (generator or torch.default_generator).clone_state()
-    return apart.manual_seed(int(torch.randint(1 << 62, (), generator=apart, device=apart.device)))
+    return apart.manual_seed(number + int(torch.randint(1 << 62, (), generator=apart, device=apart.device)))

@@ -1149,6 +1149,24 @@ class TestTooLittleRoom:
         assert "all samples come from the stream" in said[0]
         assert is_a_sentence(said[0])
 
+    @pytest.mark.parametrize("own", [False, True])
+    def test_persistent_workers_draw_other_numbers_in_each_pass(self, own: bool) -> None:
+        rng = np.random.default_rng(3)
+
+        def draw(sample: Any) -> Any:
+            return (*sample, rng.random() if own else float(torch.rand(())))
+
+        with recorded(), hotset.cache(Numbers(N, shape=(4096,)), transform=draw, memory="400KiB") as stream:
+            stream.fill(num_workers=2)
+            loader = hotset.DataLoader(stream, batch_size=4, num_workers=2, persistent_workers=True)
+            drawn: dict[int, list[float]] = {}
+            for _ in range(3):
+                for _, numbers, draws in loader:
+                    for number, each in zip(numbers.tolist(), draws.tolist(), strict=True):
+                        drawn.setdefault(number, []).append(each)
+            assert not stream.recorded
+        assert [len(set(each)) for each in drawn.values()] == [3] * N
+
     def test_recorded_samples_come_first_and_the_stream_gives_the_rest(self) -> None:
         stream = hotset.cache(Numbers(N, shape=(4096,)), memory="400KiB")
         loader = hotset.DataLoader(stream, batch_size=4, shuffle=True, num_workers=2)
