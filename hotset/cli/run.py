@@ -9,7 +9,7 @@ import shlex
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from hotset._warnings import printable
 from hotset.errors import ArgumentError
 from hotset.run import loader_wait
 from hotset.run.environment import JOB, Options, environment_for
-from hotset.run.ledger import ATTACHED, IMPORTED, REACHED, Ledger, make_ledger, read_left, unreached
+from hotset.run.ledger import ATTACHED, CALLED, IMPORTED, REACHED, Ledger, make_ledger, read_left, unreached
 from hotset.run.program import run_program, tell, tell_lines
 from hotset.run.report import Outcome, report
 from hotset.session.sessions import find
@@ -25,7 +25,22 @@ from hotset.units import parse_bytes
 
 __all__ = ["run"]
 
-_UNUSED = "no process imported this module, so the function is not kept; check --memo"
+_NOT_IMPORTED = "no process imported this module, so the function is not kept; check --memo"
+_NOT_CALLED = (
+    "nothing called it by this name; if its module hands it on as it is imported "
+    "(`other.name = function`), name a function that calls it"
+)
+
+
+def _unused(places: Sequence[str], ledger: Ledger, known: Collection[str]) -> dict[tuple[str, str], int]:
+    """Which functions that ``--memo`` names kept nothing, and why; without those of which that is known."""
+    found = {}
+    for place in places:
+        if not ledger.has(f"{IMPORTED}{place.partition(':')[0]}"):
+            found[place, _NOT_IMPORTED] = 1
+        elif not ledger.has(f"{CALLED}{place}") and place not in known:
+            found[place, _NOT_CALLED] = 1
+    return found
 
 
 def run(options: Options, command: Sequence[str]) -> int:
@@ -51,12 +66,8 @@ def run(options: Options, command: Sequence[str]) -> int:
         seconds = time.monotonic() - start
         if not job.attached:
             return status  # the program could not be started
-        unused = [
-            place
-            for place in options.functions
-            if not Ledger(ledger).has(f"{IMPORTED}{place.partition(':')[0]}")
-        ]
-        left = {**read_left(ledger), **{(place, _UNUSED): 1 for place in unused}}
+        left = dict(read_left(ledger))
+        left |= _unused(options.functions, Ledger(ledger), {name for name, _ in left})
         outcome = Outcome(
             command=printable(shlex.join(command), 60),
             seconds=seconds,

@@ -21,7 +21,7 @@ from hotset.run.call_identity import Identify, LeftAlone, by_signature
 from hotset.run.environment import Options, options_here
 from hotset.run.import_hook import Hook
 from hotset.run.kept import File, Kept, before_fork, memo_of
-from hotset.run.ledger import IMPORTED, ledger_here, left_alone
+from hotset.run.ledger import CALLED, IMPORTED, ledger_here, left_alone
 
 __all__ = ["TABLE", "Decoder", "hooks", "memoised", "replace", "stand_in"]
 
@@ -134,20 +134,21 @@ def _replace_users(path: str, module: Any) -> None:
     import inspect
 
     ledger_here().mark(f"{IMPORTED}{module.__name__}")
+    place = f"{module.__name__}:{path}"
     *parents, name = path.split(".")
     try:
         owner = functools.reduce(getattr, parents, module)
         function = inspect.getattr_static(owner, name)
     except AttributeError:
-        left_alone(f"{module.__name__}:{path}", "the module has nothing of this name; check --memo")
+        left_alone(place, "the module has nothing of this name; check --memo")
         return
     what = _not_memoised(function)
     if what:
-        left_alone(f"{module.__name__}:{path}", f"it is {what}; name a function that returns its result")
+        left_alone(place, f"it is {what}; name a function that returns its result")
     elif isinstance(function, (staticmethod, classmethod)):
-        setattr(owner, name, type(function)(_WhenCalled(function.__func__)))
+        setattr(owner, name, type(function)(_WhenCalled(function.__func__, place)))
     else:
-        setattr(owner, name, _WhenCalled(function))
+        setattr(owner, name, _WhenCalled(function, place))
 
 
 def _not_memoised(value: object) -> str:
@@ -165,15 +166,24 @@ def _not_memoised(value: object) -> str:
 
 
 class _WhenCalled:
-    """Stands for the user's function until it is called; then it is the memo, whose module imports torch."""
+    """Stands for the user's function until it is called; then it is the memo, whose module imports torch.
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    Args:
+        function: the function.
+        place: where it was found, as ``--memo`` names it.
+    """
+
+    def __init__(self, function: Callable[..., Any], place: str) -> None:
         self.__wrapped__ = function
         functools.update_wrapper(self, function)
         self._memo: Any = None
+        self._place, self._was_called = place, False
         before_fork(self.prepare)
 
     def __call__(self, /, *args: Any, **keywords: Any) -> Any:
+        if not self._was_called:
+            self._was_called = True
+            ledger_here().mark(f"{CALLED}{self._place}")
         self.prepare()
         return self._memo(*args, **keywords)
 

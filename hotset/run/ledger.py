@@ -53,6 +53,7 @@ from hotset.run.environment import LEDGER
 
 __all__ = [
     "ATTACHED",
+    "CALLED",
     "DONE",
     "IMPORTED",
     "INTERRUPTED",
@@ -75,7 +76,8 @@ __all__ = [
     "why_full",
 ]
 
-REACHED, ATTACHED, IMPORTED, SLOW, _LEFT = "reached", "attached", "imported-", "slow-", "left"
+REACHED, ATTACHED, IMPORTED, CALLED = "reached", "attached", "imported-", "called-"
+SLOW, _LEFT = "slow-", "left"
 WATCHED, _PAUSED, TRYING, TRIAL, DONE = "watch-", "paused-", "trying", "trial.json", "done"
 INTERRUPTED, MEMORY, OURS, THREADS, TOLD = "interrupted", "memory", "ours", "threads", "told"
 _CURRENT = "."  # is there for those who may look into the folder: not after another user's id was taken

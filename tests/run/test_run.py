@@ -77,10 +77,28 @@ def test_a_program_that_empties_the_temporary_folder_ends_as_it_ends() -> None:
 
 
 def test_a_function_of_a_module_that_nobody_imports_is_named() -> None:
-    done = hotset("--memo", "nosuch:read", "--memo", "json:loads", "--", sys.executable, "-c", "import json")
+    program = "import json; json.loads('[1]')"
+    done = hotset("--memo", "nosuch:read", "--memo", "json:loads", "--", sys.executable, "-c", program)
     assert "nosuch:read" in done.stderr
     assert "no process imported this module" in done.stderr
-    assert "json:loads" not in done.stderr
+    assert "left alone: json:loads" not in done.stderr
+
+
+def test_a_function_that_is_called_by_another_name_alone_is_named(tmp_path: Path) -> None:
+    (tmp_path / "readers.py").write_text(
+        "import json\ndef read(path): return open(path).read()\njson.read = read\nclass Kind:\n    pass\n"
+    )
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+    program += "import json, readers; json.read(readers.__file__)"
+    places = [part for name in ("read", "Kind", "nothing") for part in ("--memo", f"readers:{name}")]
+    done = hotset(*places, "--", sys.executable, "-c", program)
+    said = {
+        line.split("readers:")[1].split(",")[0]: line
+        for line in done.stderr.splitlines()
+        if "readers:" in line
+    }
+    assert said.keys() == {"read", "Kind", "nothing"}, done.stderr
+    assert [name for name, line in said.items() if "nothing called it by this name" in line] == ["read"]
 
 
 def test_without_a_program_it_says_what_to_write() -> None:
