@@ -33,7 +33,7 @@ from hotset.determinism.draws.rng import Generators
 from hotset.errors import StateError
 from hotset.loader.rng_state import DAMAGE, damaged, pack, restore
 
-__all__ = ["UNFINISHED", "put_random_states", "random_states", "read", "write"]
+__all__ = ["UNFINISHED", "put_random_states", "random_states", "read", "with_random_states", "write"]
 
 _FORMAT = 1
 UNFINISHED = ".{}.unfinished"
@@ -129,6 +129,16 @@ def random_states(device: torch.device) -> dict[str, Any]:
     if device.type != "cpu":
         states[_ACCELERATOR] = torch.get_device_module(device).get_rng_state(device)
     return dict(states)
+
+
+def with_random_states(data: dict[str, Any], states: dict[str, Any]) -> dict[str, Any]:
+    """A sink's state whose loader, if it puts back the global generators as it goes on, sets them so."""
+    loader = data.get("loader")
+    drawn = loader.get("in_process") if isinstance(loader, dict) else None
+    if not isinstance(loader, dict) or not isinstance(drawn, dict):
+        return data
+    now = {name: states.get(name, state) for name, state in drawn.items()}
+    return {**data, "loader": {**loader, "in_process": now}}
 
 
 def put_random_states(states: dict[str, Any], device: torch.device) -> None:

@@ -364,7 +364,8 @@ def _train_epochs(
     """
     while run.epochs_done < run.epochs and not run.stopping:
         run.epoch = run.epochs_done + 1
-        tell("on_epoch_begin", run)
+        with _told_again(run):
+            tell("on_epoch_begin", run)
         if not (run.trained or _train_epoch(run, sink, tell, sinking)):
             return
         run.trained = True
@@ -376,13 +377,26 @@ def _train_epochs(
         run.epoch_began = run.step
 
 
+@contextmanager
+def _told_again(run: RunState) -> Iterator[None]:
+    """Callbacks are told again of an epoch that goes on: what they drew counted when it began."""
+    random = checkpoint.random_states(run.model.device) if run.trained or run.step_in_epoch else None
+    yield
+    if random is not None:
+        checkpoint.put_random_states(random, run.model.device)
+
+
 def _advance(run: RunState, sink: Sink, steps: int) -> torch.Tensor:
     """Run steps, from where a run stopped if this one goes on from it; returns their losses, ``(steps,)``.
 
     Only now, as a loader that is told where to go on does so in its next pass, and there may be no step left.
     """
     if run.data is not None:
-        sink.load_state_dict(run.data)
+        device = run.model.device
+        # An evaluation and callbacks may have drawn since the run stood there: their draws count.
+        random = checkpoint.random_states(device)
+        sink.load_state_dict(checkpoint.with_random_states(run.data, random))
+        checkpoint.put_random_states(random, device)
         run.data = None
         run.before = run.done - sink.steps
     losses: torch.Tensor = sink(steps)
@@ -419,7 +433,8 @@ def _position(run: RunState, sink: Sink, tell: CallbackList) -> dict[str, Any]:
         if not run.trained:
             position["step_in_epoch"] = 0
         return {"run": position, "data": None, "callbacks": tell.states()}
-    return {"run": position, "data": data, "callbacks": tell.states()}
+    random = checkpoint.random_states(run.model.device)
+    return {"run": position, "data": data, "callbacks": tell.states(), "random": random}
 
 
 def _device_of(network: nn.Module, device: Any) -> torch.device:

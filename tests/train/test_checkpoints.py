@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import stat
 import time
 from collections.abc import Iterator
@@ -119,6 +120,47 @@ def test_interrupted_in_an_evaluation_an_epoch_is_not_trained_twice(
                 model, resume = model_of({"loss": Loss()}), tmp_path / "here.pt"
         model.fit(2, loader, [BATCH], [recorder, *others], resume=resume)
         assert recorder.events.count("on_epoch_end") == 2
+        return outcome(model, recorder)
+
+    assert run(Interrupt()) == run()
+
+
+@pytest.mark.parametrize("way", ["the same call again", "a checkpoint"])
+@pytest.mark.parametrize("options", [*WAYS.values()], ids=[*WAYS])
+@pytest.mark.parametrize("step", [3, 4, BATCHES, 8])
+def test_what_evaluations_and_callbacks_draw_counts_once(
+    way: str, options: dict[str, Any], step: int, tmp_path: Path
+) -> None:
+    """A run that stops as the last step of an epoch is over evaluates only after it goes on."""
+
+    class Draws(Callback):
+        def on_epoch_begin(self, run: RunState) -> None:
+            torch.rand(()), random.random()
+
+        def on_epoch_end(self, run: RunState) -> None:
+            torch.rand(())
+
+    class Interrupt(Callback):
+        last = done = False
+
+        def on_sink_end(self, run: RunState) -> None:
+            if run.step >= step and not self.done:
+                self.done = True
+                run.save_checkpoint(tmp_path / "here.pt")
+                raise KeyError
+
+    def run(*others: Callback) -> Outcome:
+        seed_everything(1)
+        recorder, model = Recorder(), model_of({"loss": Loss()})
+        valid: Any = hotset.DataLoader(Samples(row, 8), batch_size=4)  # draws as a pass begins
+        with loader_of("hotset") as loader:
+            resume = None
+            if others:
+                with pytest.raises(KeyError):
+                    model.fit(3, loader, valid, [recorder, Draws(), *others], **options)
+                if way == "a checkpoint":
+                    model, resume = model_of({"loss": Loss()}), tmp_path / "here.pt"
+            model.fit(3, loader, valid, [recorder, Draws(), *others], resume=resume, **options)
         return outcome(model, recorder)
 
     assert run(Interrupt()) == run()
