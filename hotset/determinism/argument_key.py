@@ -81,11 +81,12 @@ class Codes:
     """What the user's classes and functions among the arguments are made of.
 
     To describe one takes milliseconds, so it is described anew only if a name that it reads stands for
-    something else than before.
+    something else than before, if an attribute of the class was set, or if a function reaches an object that
+    can be changed in place.
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, bytes, Bindings]] = {}
+        self._known: dict[int, tuple[Any, bytes, Bindings, list[tuple[type, dict[str, Any]]]]] = {}
 
     def of(self, value: Any) -> bytes:
         """What a class or function is made of; nothing of an installed one, whose name says enough.
@@ -94,16 +95,37 @@ class Codes:
             NoIdentity: it reaches something that cannot be described.
         """
         known = self._known.get(id(value))
-        if known is None or known[2].changed():
+        if known is None or _is_another(*known):
             bindings = Bindings(value)  # before it is described: what changes meanwhile is noticed
+            attributes = _attributes(value)
             digest = b""
             if is_users(value):
                 found = fingerprint(value)
                 if found.unknowns:
                     raise NoIdentity(f"{value.__qualname__}, which reaches {found.unknowns[0]}")
                 digest = found.digest.encode()
-            known = self._known[id(value)] = value, digest, bindings
+            known = self._known[id(value)] = value, digest, bindings, attributes
         return known[1]
+
+
+def _attributes(value: Any) -> list[tuple[type, dict[str, Any]]]:
+    """The attributes of the user's classes of which a class is made."""
+    if not isinstance(value, type):
+        return []
+    return [(cls, dict(vars(cls))) for cls in value.__mro__ if is_users(cls)]
+
+
+def _is_another(
+    value: Any, _: bytes, bindings: Bindings, attributes: list[tuple[type, dict[str, Any]]]
+) -> bool:
+    """Whether a class or function may be another than it was when it was described."""
+    if bindings.changed() or (bindings.mutable and is_users(value) and not isinstance(value, type)):
+        return True
+    for cls, before in attributes:
+        now = vars(cls)
+        if len(now) != len(before) or any(now.get(name, before) is not held for name, held in before.items()):
+            return True
+    return False
 
 
 class _Description:

@@ -211,6 +211,41 @@ def test_a_function_or_class_among_the_arguments_counts_with_its_code(
         assert kept.stats().hits == 2
 
 
+class _Settings:
+    size = 3
+
+
+@dataclasses.dataclass
+class _Square:
+    side: int
+
+    def area(self) -> int:
+        return self.side**2
+
+
+_FACTORS = {"gain": 2}
+
+
+def _gained(number: int) -> int:
+    return number * _FACTORS["gain"]
+
+
+def test_what_is_set_on_a_class_or_changed_below_a_function_among_the_arguments_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def result(part: Any) -> Any:
+        return part.size if part is _Settings else part.area() if isinstance(part, _Square) else part(3)
+
+    with memo(result, key="result") as kept:
+        assert [kept(_Settings), kept(_Square(2)), kept(_gained)] == [3, 4, 6]
+        monkeypatch.setattr(_Settings, "size", 5)
+        monkeypatch.setattr(_Square, "area", lambda square: -square.side)
+        monkeypatch.setitem(_FACTORS, "gain", 7)
+        for _ in range(2):
+            assert [kept(_Settings), kept(_Square(2)), kept(_gained)] == [5, -2, 21]
+        assert kept.stats().hits == 3
+
+
 def test_texts_of_numpy_are_paths_as_well(tmp_path: Path) -> None:
     path = tmp_path / "label"
 
