@@ -374,7 +374,9 @@ def compose(seed: int) -> str:
     more += ["shuffle=True"] * shuffles
     if rng.random() < 0.15:
         more.append("generator=torch.Generator().manual_seed(11)")
-    persistent = rng.random() < 0.3 and workers > 0 and name["BETWEEN"] not in ("workers", "image")
+    # torch's persistent workers do not see what is set on the stream between passes; hotset starts others.
+    unseen = name["BETWEEN"] not in ("nothing", "reseed", "batch size", "anew")
+    persistent = rng.random() < 0.3 and workers > 0 and not unseen
     if persistent:
         more.append("persistent_workers=options['num_workers'] > 0")
     given: dict[str, Any] = {}
