@@ -885,9 +885,22 @@ def from_table(number: int) -> int:
     return TABLE[1] + number
 
 
+class OfGlobal:
+    def __init__(self) -> None:
+        self.offset = 0
+
+    def __call__(self, number: int) -> int:
+        return number * SCALE + self.offset
+
+
 def test_a_name_that_is_bound_anew_makes_it_another_function(monkeypatch: pytest.MonkeyPatch) -> None:
     """A late configuration, a notebook's next cell: neither stale values, nor values for other programs."""
+    with memo(functools.partial(scaled)) as kept, memo(OfGlobal()) as called:
+        for scale in (2, 3):
+            monkeypatch.setitem(globals(), "SCALE", scale)
+            assert [kept(1), called(1)] == [scale, scale]
     with memo(scaled) as kept, memo(through_another) as outer:
+        monkeypatch.setitem(globals(), "SCALE", 2)
         assert [kept(1), outer(1)] == [2, 3]
         monkeypatch.setitem(globals(), "SCALE", 3)
         assert [kept(1), kept(6), outer(1)] == [3, 18, 4]

@@ -13,6 +13,7 @@ An object that a program changes in place stays the same object. Where the funct
 
 from __future__ import annotations
 
+import functools
 import types
 from collections import deque
 from collections.abc import Callable
@@ -73,8 +74,12 @@ class Bindings:
             return [part for part in vars(value).values() if isinstance(part, types.FunctionType)]
         if is_a(value, (tuple, frozenset)):
             return list(value)
+        if is_a(value, functools.partial):
+            self.mutable = True  # its keywords
+            return [value.func, *value.args, *value.keywords.values()]
         if not is_a(value, _FIXED):
             self.mutable = True
+            return [kind for kind in type(value).__mro__ if is_users(kind)]  # its methods may be called
         return []
 
     def _note_function(self, function: types.FunctionType) -> list[Any]:
