@@ -20,7 +20,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 from hotset.determinism.batch_transform import BatchTransform
 
-__all__ = ["columns_with_gaps", "format_of", "without_format_transform"]
+__all__ = ["columns_with_gaps", "format_of", "row_of", "without_format_transform"]
 
 _PYTHONS_OWN = (None, "python", "custom", "arrow", "polars")  # formats in which a None stays one
 _FORMAT = ("_format_type", "_format_kwargs", "_format_columns", "_output_all_columns")
@@ -62,6 +62,20 @@ def format_of(dataset: Any) -> tuple[Any, ...] | None:
     if not _is_hugging_face(dataset):
         return None
     return tuple(vars(dataset).get(name) for name in _FORMAT)
+
+
+def row_of(dataset: Any, index: int) -> Any:
+    """A sample by its index; a row of a Hugging Face dataset as it is in a batch.
+
+    In numpy's format a float is float64 in a row that is read alone, and float32 in a batch, which is what
+    torch's loader reads, also through a ``Subset``.
+    """
+    inner = dataset
+    while type(inner) is Subset:
+        inner = inner.dataset
+    if _is_hugging_face(inner) and hasattr(dataset, "__getitems__"):
+        return dataset.__getitems__([index])[0]
+    return dataset[index]
 
 
 def columns_with_gaps(dataset: Any) -> list[str]:

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 from hotset._interrupts import own_errors
 from hotset._warnings import Warner
 from hotset.dataset.chain_calls import ChainCall, SamplePath, are_at, note, noted, value_at
-from hotset.dataset.format_transform import without_format_transform
+from hotset.dataset.format_transform import row_of, without_format_transform
 from hotset.dataset.streams.source import StreamSource
 from hotset.dataset.transform_attributes import TransformAttribute, transform_attributes_of, with_transforms
 from hotset.determinism.aliasing import copied, owned
@@ -268,7 +268,7 @@ class Source:
         """
         try:
             if self._gives_on:
-                return self.dataset[index]
+                return row_of(self.dataset, index)
             if index not in self.otherwise:
                 return self.read_cut(index)
         except StopIteration as stop:
@@ -285,11 +285,11 @@ class Source:
             StopIteration: the dataset or a transform raised it.
         """
         if not self.calls:
-            return self._transformed(owned(self.dataset[index], _warn_of_uncopied))
+            return self._transformed(owned(row_of(self.dataset, index), _warn_of_uncopied))
         found: list[Any] = []  # taken from it, so that no variable refers to the sample any more
         with noted() as made:
             try:
-                found.append(self.dataset[index])
+                found.append(row_of(self.dataset, index))
             except own_errors() as error:
                 if made:  # it may not accept what its chain has returned
                     raise self._cannot_be_cut(index) from error

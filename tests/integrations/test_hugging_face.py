@@ -6,6 +6,7 @@ import io
 import itertools
 import pickle
 import random
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -99,6 +100,30 @@ def check_equal(make: Callable[[], HF], workers: int, **options: Any) -> None:
 def test_rows_are_those_that_torch_gives(kind: str, workers: int) -> None:
     collate = list if kind in ("nested", "text", "rows") else torch.utils.data.default_collate
     check_equal(KINDS[kind], workers, collate_fn=collate)
+
+
+@pytest.mark.parametrize("audited", [False, True])
+@pytest.mark.parametrize("wrap", [lambda made: made, lambda made: torch.utils.data.Subset(made, range(N))])
+def test_a_row_that_is_read_alone_is_as_in_a_batch(
+    wrap: Any, audited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In numpy's format its floats are others."""
+    if audited:
+        monkeypatch.setattr("hotset.dataset.audit._SHARE", 1e9)
+        monkeypatch.setattr("hotset.dataset.audit_budget._KEPT_SECONDS", 1e9)
+    made = wrap(datasets.Dataset.from_dict({"x": [number / 3 for number in range(N)]}).with_format("numpy"))
+    assert made[0]["x"].dtype == np.float64
+    with warnings.catch_warnings(record=True) as told, hotset.cache(made, memory=400) as cached:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            for kind in (hotset.DataLoader, torch.utils.data.DataLoader):
+                found = [batch["x"] for batch in kind(cached, batch_size=3)]
+                assert {each.dtype for each in found} == {torch.float32}
+        assert {cached[index]["x"].dtype for index in range(N)} == {np.dtype(np.float32)}
+        assert 0 < cached.stats().cached < N
+        assert bool(cached.stats().audited) is audited
+        assert cached.stats().bytes / cached.stats().cached < 100, "they have the planned form"
+    assert not [each for each in told if "differs from what was cached" in str(each.message)]
 
 
 def test_programs_do_not_take_its_table_past_the_cache() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
 from hotset._interrupts import own_errors
-from hotset.dataset.format_transform import columns_with_gaps, format_of
+from hotset.dataset.format_transform import columns_with_gaps, row_of
 from hotset.dataset.pipeline import Source
 from hotset.dataset.streams.source import as_worker
 from hotset.dataset.transform_attributes import transform_attributes_of
@@ -248,7 +248,10 @@ def _judge_batches(dataset: Any, source: Source) -> None:
             f"missing, or cast the column: dataset.cast_column({gaps[0]!r}, datasets.Value('float32'))."
         )
     read = source.dataset.__getitems__
-    read_one = source.dataset.__getitem__ if format_of(inner) is None else lambda index: read([index])[0]
+
+    def read_one(index: int) -> Any:
+        return row_of(source.dataset, index)
+
     indices = sorted({0, len(dataset) - 1})
     # Backwards as well: it may return them in the order of the file.
     if not all(_batch_is_alike(source.dataset, read, read_one, order) for order in (indices, indices[::-1])):
