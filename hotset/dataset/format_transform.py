@@ -70,12 +70,13 @@ def row_of(dataset: Any, index: int) -> Any:
     In numpy's format a float is float64 in a row that is read alone, and float32 in a batch, which is what
     torch's loader reads, also through a ``Subset``.
     """
+    several = getattr(dataset, "__getitems__", None)
+    if several is None:
+        return dataset[index]
     inner = dataset
     while type(inner) is Subset:
         inner = inner.dataset
-    if _is_hugging_face(inner) and hasattr(dataset, "__getitems__"):
-        return dataset.__getitems__([index])[0]
-    return dataset[index]
+    return several([index])[0] if _is_hugging_face(inner) else dataset[index]
 
 
 def columns_with_gaps(dataset: Any) -> list[str]:
