@@ -12,47 +12,29 @@ It prints each program that differs, and where, and exits with 1. The same seeds
 
 from __future__ import annotations
 
-import argparse
-import collections
-import hashlib
-import os
 import random
 import sys
-import tempfile
-import textwrap
-import time
-import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 if __package__:  # else it is a program of its own that imports this file
     sys.path.insert(0, str(Path(__file__).parent))
 
+from composed_programs import block, code, compare_all, digest, run_main, states, taken_up
+
 # ---- in the program ---------------------------------------------------------------------------------------
 
 
 def run(main: Any, options: dict[str, Any]) -> None:
     """Run ``main(cache, Loader, observe, go_on)`` as the first argument says, and print what it observes."""
-    import pickle
-    import warnings
-
-    import numpy as np
     import torch
 
     import hotset
-    import hotset.errors
 
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    random.seed(1)
-    np.random.seed(2)
-    torch.manual_seed(3)
     cached: list[Any] = []
 
     def observe(moment: str, *seen: Any) -> None:
-        states = (random.getstate(), np.random.get_state(), torch.get_rng_state())
-        print(moment, *(_digest(each) for each in (*seen, *states)))
+        print(moment, *map(digest, seen), *states())
 
     def cache(dataset: Any, **given: Any) -> Any:
         cached.append(hotset.cache(dataset, **given, **options))
@@ -61,36 +43,10 @@ def run(main: Any, options: dict[str, Any]) -> None:
     def transformed(dataset: Any, transform: Any = None) -> Any:
         return dataset if transform is None else _Transformed(dataset, transform)
 
-    def go_on(loaders: list[Any], make: Any, after: int) -> Any:
-        """A pass that goes on in another loader after so many batches; with torch's loader, as it is."""
-        batches = iter(loaders[-1])
-        if how != "hotset":
-            yield from batches
-            return
-        for _ in range(after):
-            try:
-                yield next(batches)
-            except StopIteration:
-                return
-        saved = pickle.dumps(loaders[-1].state_dict())
-        del batches
-        loaders[-1] = make()
-        loaders[-1].load_state_dict(pickle.loads(saved))
-        yield from loaders[-1]
-
     how = sys.argv[1]
     given = transformed if how == "plain" else cache
     loader = hotset.DataLoader if how == "hotset" else torch.utils.data.DataLoader
-    try:
-        main(given, loader, observe, go_on)
-    except hotset.errors.HotsetError as error:
-        print("refused:", type(error).__name__, str(error).replace("\n", " "))
-    except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        print("raised", type(error).__name__, "" if "hotset" in place.filename else str(error)[:60])
-        traceback.print_exc()
-    hits = sum(each.stats().hits for each in cached)
-    print(f"hits: {hits}", file=sys.stderr)
+    run_main(lambda: main(given, loader, observe, taken_up), cached)
 
 
 class _Transformed:
@@ -110,35 +66,6 @@ class _Transformed:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._dataset, name)
-
-
-def _digest(value: Any) -> str:
-    found = hashlib.sha256()
-    for part in _parts(value):
-        found.update(part)
-    return found.hexdigest()[:8]
-
-
-def _parts(value: Any) -> Iterator[bytes]:
-    import numpy as np
-    import torch
-
-    yield type(value).__name__.encode()
-    if isinstance(value, torch.Tensor):
-        yield f"{value.dtype}{tuple(value.shape)}{value.is_contiguous()}".encode()
-        yield value.contiguous().numpy().tobytes()
-    elif isinstance(value, np.ndarray):
-        yield f"{value.dtype}{value.shape}".encode() + value.tobytes()
-    elif isinstance(value, dict):
-        for key, part in value.items():
-            yield from (*_parts(key), *_parts(part))
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _parts(part)
-    elif hasattr(value, "__dict__"):
-        yield from _parts(vars(value))
-    else:
-        yield repr(value).encode()
 
 
 # ---- how programs are composed ----------------------------------------------------------------------------
@@ -578,15 +505,6 @@ IN_PLACE = {"add_one", "noise_in_place", "in place", "rare in place"}
 GIVES_ITS_OWN = {"tensor", "array", "list", "opened late", "remembered", "dicts"}
 
 
-def _code(text: str) -> str:
-    return textwrap.dedent(text).strip("\n")
-
-
-def _block(lines: list[str] | str, depth: int) -> str:
-    text = lines if isinstance(lines, str) else "\n".join(lines)
-    return textwrap.indent(text, "    " * depth)
-
-
 def compose(seed: int) -> str:
     """The text of a program."""
     rng = random.Random(seed)
@@ -616,11 +534,11 @@ def compose(seed: int) -> str:
     as_tensor = kind == "array" and rng.random() < 0.5
     if as_tensor:
         made.insert(rng.randrange(len(made) + 1), "torch.as_tensor")
-    definitions = [_code({**KNOWN, **RANDOM}.get(each, "")) for each in made]
+    definitions = [code({**KNOWN, **RANDOM}.get(each, "")) for each in made]
     listed = "[" + ", ".join(made) + "]"
     compose_it = len(made) > 1 and name["CALLS"] != "own loop"
     if compose_it:
-        definitions.append(_code(COMPOSE))
+        definitions.append(code(COMPOSE))
     chain = f"Compose({listed})" if compose_it else made[0] if made else "None"
     attribute = f"self.transforms = {listed}" if name["CALLS"] == "own loop" else f"self.transform = {chain}"
     ahead, order = SAMPLERS[name["SAMPLERS"]]
@@ -641,13 +559,13 @@ def compose(seed: int) -> str:
     if rng.random() < 0.25 and wraps == "itself" and name["CHANGES"] != "transform":
         name["RETURNS"] = rng.choice(["tuple", "ints", "index", "float"])
         more = rng.sample([*KNOWN, *RANDOM], rng.choice([1, 2, 3]))
-        definitions += [_code({**KNOWN, **RANDOM}[each]) for each in more]
-        definitions.append(_code(ON_IMAGE))
+        definitions += [code({**KNOWN, **RANDOM}[each]) for each in more]
+        definitions.append(code(ON_IMAGE))
         behind = f", transform=[{', '.join(f'OnImage({each})' for each in more)}]"
     anew = rng.random() < 0.2
     after, late = rng.randrange(5), rng.randrange(4)
     body = [*filter(None, [ahead]), f"return Loader(dataset, {', '.join(options)})"]
-    make_loader = ["def make_loader():", _block(body, 1)]
+    make_loader = ["def make_loader():", block(body, 1)]
     begin = ["loader = make_loader()", "loaders = [loader]"]
     given = {}
     if rng.random() < 0.15:
@@ -661,10 +579,10 @@ def compose(seed: int) -> str:
         f"# seed {seed}: {', '.join(f'{k.lower()} {v}' for k, v in name.items())}; {wraps}",
         HEAD.format(n=rng.choice([12, 17, 24])).strip("\n"),
         *definitions,
-        _code(LATE),
-        _code(WRAPPED) if wraps == "wrapped" else "",
-        _code(SPOIL),
-        _code("""
+        code(LATE),
+        code(WRAPPED) if wraps == "wrapped" else "",
+        code(SPOIL),
+        code("""
             def make():
                 return torch.arange(N * 108, dtype=torch.float32).reshape(N, 3, 6, 6) % 251 / 251
 
@@ -678,90 +596,36 @@ def compose(seed: int) -> str:
                 return samples
         """),
         "class Data(Dataset):\n    def __init__(self):",
-        _block(makes, 2),
-        _block(f"self.labels = torch.arange(N)\n{attribute}\nself.training = True\nself.epoch = 0", 2),
-        _block(
-            f"self.views = 2\nself.rng = random.Random(9)\nself.other = {rng.choice(made or ['None'])}", 2
-        ),
-        _block(SET_EPOCH, 1) if name["CHANGES"] == "epoch" else "",
-        _block("def __len__(self):\n    return N\n", 1),
-        _block(["def load(self, i):", _block(load, 1), ""], 1),
-        _block("def augment(self, x):\n    return self.transform(x) + 1\n", 1),
-        _block("def __getitems__(self, indices):\n    return [self[i] for i in indices]\n", 1)
+        block(makes, 2),
+        block(f"self.labels = torch.arange(N)\n{attribute}\nself.training = True\nself.epoch = 0", 2),
+        block(f"self.views = 2\nself.rng = random.Random(9)\nself.other = {rng.choice(made or ['None'])}", 2),
+        block(SET_EPOCH, 1) if name["CHANGES"] == "epoch" else "",
+        block("def __len__(self):\n    return N\n", 1),
+        block(["def load(self, i):", block(load, 1), ""], 1),
+        block("def augment(self, x):\n    return self.transform(x) + 1\n", 1),
+        block("def __getitems__(self, indices):\n    return [self[i] for i in indices]\n", 1)
         if in_groups
         else "",
         "    def __getitem__(self, i):",
-        _block([*CALLS[name["CALLS"]], RETURNS[name["RETURNS"]]], 2),
+        block([*CALLS[name["CALLS"]], RETURNS[name["RETURNS"]]], 2),
         "def main(cache, Loader, observe, go_on):\n    batch_size = 4\n    raw = Data()",
-        _block(WRAPS[wraps].replace("cache(raw)", f"cache(raw{behind})"), 1),
-        _block(make_loader, 1),
-        "" if anew else _block(begin, 1),
+        block(WRAPS[wraps].replace("cache(raw)", f"cache(raw{behind})"), 1),
+        block(make_loader, 1),
+        "" if anew else block(begin, 1),
         "    for epoch in range(4):",
-        _block(CHANGES[name["CHANGES"]], 2),
-        _block(begin, 2) if anew else "",
-        _block([line.format(after=after, late=late) for line in LOOPS[name["LOOPS"]]], 2),
+        block(CHANGES[name["CHANGES"]], 2),
+        block(begin, 2) if anew else "",
+        block([line.format(after=after, late=late) for line in LOOPS[name["LOOPS"]]], 2),
         "        observe('end of epoch')",
         f"if __name__ == '__main__':\n    run(main, {given!r})",
     ]
     return "\n".join(line for line in lines if line) + "\n"
 
 
-# ---- comparing --------------------------------------------------------------------------------------------
-
-
-def compare(programs: Any, path: Path, loader: str) -> tuple[str, str]:
-    """What came of a program with hotset: a word, and a sentence."""
-    runs = []
-    for how in ("plain", "plain", loader):
-        with tempfile.TemporaryDirectory() as folder:
-            runs.append(programs.run([str(path), how], Path(folder)))
-    first, second, cached = runs
-    if first.stdout != second.stdout or first.returncode:
-        return "not reproducible", ""
-    if cached.stdout == first.stdout and not cached.returncode:
-        return ("hits" if "hits: 0" not in cached.stderr else "equal"), ""
-    said = cached.stdout.splitlines()
-    if said and said[-1].startswith("refused:"):
-        return "refused", said[-1]
-    for number, (line, expected) in enumerate(zip(said, first.stdout.splitlines(), strict=False)):
-        if line != expected:
-            return "differs", f"line {number}: {line!r} in place of {expected!r}"
-    return "differs", f"{len(said)} lines, exit code {cached.returncode}: {cached.stderr[-300:]}"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0, help="of the first program")
-    parser.add_argument("--count", type=int, default=10**9)
-    parser.add_argument("--seconds", type=float, default=300.0)
-    parser.add_argument("--keep", type=Path, help="a folder for programs that differ")
-    parser.add_argument("--show", action="store_true", help="print the first program, and end")
-    arguments = parser.parse_args()
-    if arguments.show:
-        print(compose(arguments.seed))
-        return 0
-    from programs import Programs
-
-    keep = arguments.keep or Path(tempfile.mkdtemp(prefix="hotset-programs-"))
-    keep.mkdir(parents=True, exist_ok=True)
-    started, found = time.monotonic(), collections.Counter[str]()
-    with Programs() as programs:
-        for seed in range(arguments.seed, arguments.seed + arguments.count):
-            if time.monotonic() - started > arguments.seconds:
-                break
-            path = keep / f"program_{seed}.py"
-            path.write_text(compose(seed))
-            # torch's loader does not tell of every pass that it begins, so not of every change.
-            loader = "hotset" if seed % 4 or "changes none" not in path.read_text() else "torch"
-            outcome, why = compare(programs, path, loader)
-            found[outcome] += 1
-            if outcome in ("differs", "refused"):
-                print(f"{outcome}: {path} {loader}: {why}", flush=True)
-            if outcome != "differs":
-                os.unlink(path)
-    print(dict(found), f"{time.monotonic() - started:.0f} s")
-    return 1 if found["differs"] else 0
+def _loader_of(seed: int, text: str) -> str:
+    # torch's loader does not tell of every pass that it begins, so not of every change.
+    return "hotset" if seed % 4 or "changes none" not in text else "torch"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(compare_all(compose, __doc__.splitlines()[0], _loader_of))

@@ -11,62 +11,47 @@ on the stream, between passes and in the midst of them.
 
 from __future__ import annotations
 
-import argparse
-import collections
-import os
 import random
 import sys
-import tempfile
-import time
-import traceback
 from pathlib import Path
 from typing import Any
 
 if __package__:  # else it is a program of its own that imports this file
     sys.path.insert(0, str(Path(__file__).parent))
 
-from random_programs import _block, _code, _digest, compare
+from composed_programs import block, code, compare_all, digest, run_main, states, taken_up
 
 # ---- in the program ---------------------------------------------------------------------------------------
 
 
 def run(main: Any, options: dict[str, Any], *, in_order: bool, exact: bool) -> None:
-    """Run ``main(cache, Loader, observe, go_on)`` as the first argument says, and print what it observes."""
-    import pickle
-    import warnings
+    """Run ``main(cache, Loader, observe, go_on)`` as the first argument says, and print what it observes.
 
-    import numpy as np
+    Args:
+        in_order: whether later passes come in the stream's order.
+        exact: whether the first pass that is observed is the first of all.
+    """
     import torch
 
     import hotset
-    import hotset.errors
 
     how = sys.argv[1]
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    random.seed(1)
-    np.random.seed(2)
-    torch.manual_seed(3)
     cached: list[Any] = []
     drawn: list[Any] = []
     passes = [0]
 
-    def states() -> list[str]:
-        return [_digest(each) for each in (random.getstate(), np.random.get_state(), torch.get_rng_state())]
-
-    def observe(batches: Any, *, whole: bool = True) -> None:
+    def observe(batches: Any) -> None:
         """Print what a pass gives."""
         samples: list[str] = []
         draws: list[Any] = []
         for batch in batches:
             if exact and not passes[0]:
-                print("batch", _digest(batch), *states())
+                print("batch", digest(batch), *states())
             for fixed, draw in _samples(batch):
-                samples.append(_digest(fixed))
+                samples.append(digest(fixed))
                 draws.append(draw)
         passes[0] += 1
-        seen = samples if in_order else sorted(samples)
-        print(f"pass {passes[0]}:", len(samples), *(seen if whole else [len(set(samples))]))
+        print(f"pass {passes[0]}:", len(samples), *(samples if in_order else sorted(samples)))
         chance = [each for each in draws if each is not None]
         print("draws:", len(chance), len({*chance}) == len(chance), not {*chance} & {*drawn})
         drawn.extend(chance)
@@ -83,32 +68,7 @@ def run(main: Any, options: dict[str, Any], *, in_order: bool, exact: bool) -> N
             return torch.utils.data.DataLoader(stream, **given)
         return hotset.DataLoader(stream, **given)
 
-    def go_on(loaders: list[Any], make: Any, after: int) -> Any:
-        """A pass that goes on in another loader after so many batches; without hotset, as it is."""
-        batches = iter(loaders[-1])
-        for _ in range(after):
-            try:
-                yield next(batches)
-            except StopIteration:
-                return
-        if how == "plain":
-            yield from batches
-            return
-        saved = pickle.dumps(loaders[-1].state_dict())
-        del batches
-        loaders[-1] = make()
-        loaders[-1].load_state_dict(pickle.loads(saved))
-        yield from loaders[-1]
-
-    try:
-        main(cache, make_loader, observe, go_on)
-    except hotset.errors.HotsetError as error:
-        print("refused:", type(error).__name__, str(error).replace("\n", " "))
-    except Exception as error:
-        print("raised", type(error).__name__, str(error).splitlines()[0][:60])
-        traceback.print_exc()
-    hits = sum(each.stats().hits for each in cached)
-    print(f"hits: {hits}", file=sys.stderr)
+    run_main(lambda: main(cache, make_loader, observe, taken_up), cached)
 
 
 def _samples(batch: Any) -> Any:
@@ -402,7 +362,7 @@ def compose(seed: int) -> str:
     lines = [
         f"# seed {seed}: {', '.join(f'{k.lower()} {v}' for k, v in name.items())}; {behind or draw}; {wrap}",
         HEAD.format(n=rng.choice([12, 17, 24, 40])).strip("\n"),
-        _code("""
+        code("""
             def make():
                 return torch.arange(N * 12, dtype=torch.float32).reshape(N, 12) % 251 / 251
 
@@ -461,25 +421,25 @@ def compose(seed: int) -> str:
                 return PASSES[0]
         """),
         "class Data(IterableDataset):\n    def __init__(self):",
-        _block(opened, 2),
-        _block(
+        block(opened, 2),
+        block(
             "self.epoch = 0\nself.scale = 1.0\nself.given = 0\nself.known = {}\nself.rng = random.Random(9)",
             2,
         ),
-        _block("def set_epoch(self, epoch):\n    self.epoch = epoch\n", 1),
-        _block("def __len__(self):\n    return N\n", 1) if has_length else "",
-        _block(
+        block("def set_epoch(self, epoch):\n    self.epoch = epoch\n", 1),
+        block("def __len__(self):\n    return N\n", 1) if has_length else "",
+        block(
             ["def samples_of(self, i, x):", *(f"    {line}" for line in filter(None, [draw])), f"    {give}"],
             1,
         ),
         "    def __iter__(self):",
-        _block([*DIVISIONS[name["DIVISIONS"]], *ORDERS[name["ORDERS"]]], 2),
-        _block(before, 2) if before else "",
+        block([*DIVISIONS[name["DIVISIONS"]], *ORDERS[name["ORDERS"]]], 2),
+        block(before, 2) if before else "",
         "        held, total = torch.zeros(12), 0",
         "        for i in numbers:",
-        _block(load, 3),
-        _block(draw, 3) if draw and name["READS"] != "method" else "",
-        _block([line.format(give=give) for line in READS[name["READS"]]], 3),
+        block(load, 3),
+        block(draw, 3) if draw and name["READS"] != "method" else "",
+        block([line.format(give=give) for line in READS[name["READS"]]], 3),
         "def main(cache, Loader, observe, go_on):",
         "    stream = Data()",
         f"    dataset = cache({'stream' if not wrap else made}{transform})",
@@ -488,47 +448,12 @@ def compose(seed: int) -> str:
         f"        return Loader(dataset, **options, {', '.join(more)})",
         "    loaders = [make_loader()]",
         "    for number in range(4):",
-        _block(BETWEEN[name["BETWEEN"]], 2),
-        _block([line.format(after=after, late=rng.randrange(1, 4)) for line in LOOPS[name["LOOPS"]]], 2),
+        block(BETWEEN[name["BETWEEN"]], 2),
+        block([line.format(after=after, late=rng.randrange(1, 4)) for line in LOOPS[name["LOOPS"]]], 2),
         f"if __name__ == '__main__':\n    run(main, {given!r}, in_order={in_order}, exact={exact})",
     ]
     return "\n".join(line for line in lines if line) + "\n"
 
 
-# ---- comparing --------------------------------------------------------------------------------------------
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0, help="of the first program")
-    parser.add_argument("--count", type=int, default=10**9)
-    parser.add_argument("--seconds", type=float, default=300.0)
-    parser.add_argument("--keep", type=Path, help="a folder for programs that differ")
-    parser.add_argument("--show", action="store_true", help="print the first program, and end")
-    arguments = parser.parse_args()
-    if arguments.show:
-        print(compose(arguments.seed))
-        return 0
-    from programs import Programs
-
-    keep = arguments.keep or Path(tempfile.mkdtemp(prefix="hotset-streams-"))
-    keep.mkdir(parents=True, exist_ok=True)
-    started, found = time.monotonic(), collections.Counter[str]()
-    with Programs() as programs:
-        for seed in range(arguments.seed, arguments.seed + arguments.count):
-            if time.monotonic() - started > arguments.seconds:
-                break
-            path = keep / f"program_{seed}.py"
-            path.write_text(compose(seed))
-            outcome, why = compare(programs, path, "hotset")
-            found[outcome] += 1
-            if outcome in ("differs", "refused"):
-                print(f"{outcome}: {path}: {why}", flush=True)
-            if outcome != "differs":
-                os.unlink(path)
-    print(dict(found), f"{time.monotonic() - started:.0f} s")
-    return 1 if found["differs"] else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(compare_all(compose, __doc__.splitlines()[0]))

@@ -1105,23 +1105,9 @@ def test_a_closed_stream_comes_as_it_is() -> None:
         assert sorted(values(loader)) == list(range(N))
 
 
-class Reordered(Numbers):
-    """Another order in each epoch."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[Any]:
-        numbers = list(share(self.count))
-        random.Random(self.epoch).shuffle(numbers)
-        yield from ((torch.full(self.shape, float(number)), number) for number in numbers)
-
-
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 class TestTooLittleRoom:
-    @pytest.mark.parametrize("kind", [Shuffled, Reordered])
+    @pytest.mark.parametrize("kind", [Shuffled, Reseeded])
     @pytest.mark.parametrize("workers", [0, 2])
     def test_all_samples_come_from_a_stream_whose_order_may_be_another(
         self, kind: type[Numbers], workers: int
@@ -1134,7 +1120,7 @@ class TestTooLittleRoom:
                 seed_everything()
                 epochs = []
                 for epoch in range(4):
-                    if isinstance(plain.dataset, Reordered):
+                    if isinstance(plain.dataset, Reseeded):
                         dataset.set_epoch(epoch)  # type: ignore[attr-defined]
                     epochs.append((values(used), rng_states()))
                 found.append(epochs)
