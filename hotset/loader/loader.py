@@ -130,7 +130,7 @@ class DataLoader(TorchDataLoader[T]):
     _recorded: RecordedOrder | None = None
     _begins_by: Callable[[Any], Iterator[Any]] | None = None  # how torch's loader begins a resumed order
     _recorder: TorchDataLoader[Any] | None = None  # over a stream that is read first
-    _rest_loader: tuple[StreamRest, TorchDataLoader[Any]] | None = None  # over what is not recorded of it
+    _rest_loader: TorchDataLoader[Any] | None = None  # over what is not recorded of it
     _read_by: tuple[Any, ...] | None = None  # what the last pass over a stream was made of
     _in_stream_order: bool = False  # whether such a pass is repeated, to resume it
 
@@ -247,14 +247,14 @@ class DataLoader(TorchDataLoader[T]):
             return batches_of_cache
         skip = self._consumed_of_rest(left, run)
         run.followed = True
-        make = partial(self._loader_of_rest, self._stream, left, run.number)
+        make = partial(self._loader_of_rest, self._stream, left)
         return FollowedBy(batches_of_cache, partial(rest_of_stream, make, left, run, skip))
 
-    def _loader_of_rest(self, stream: CachedStream[Any], left: StreamRest, number: int) -> Any:
+    def _loader_of_rest(self, stream: CachedStream[Any], left: StreamRest) -> Any:
         """torch's loader over what is not recorded of a stream; its workers persist as this one's do."""
-        if self._rest_loader is None or self._rest_loader[0] != left or not self.persistent_workers:
-            self._rest_loader = left, loader_of_rest(self, stream, left, number)
-        return self._rest_loader[1]
+        if self._rest_loader is None or not self.persistent_workers:
+            self._rest_loader = loader_of_rest(self, stream, left)
+        return self._rest_loader
 
     def _consumed_of_rest(self, left: StreamRest, run: EpochProgress) -> int:
         """How many batches were consumed, in a pass that is resumed, of those that follow the cached ones."""

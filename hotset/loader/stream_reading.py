@@ -58,7 +58,7 @@ def warn_of_order(stream: CachedStream[Any], sampler: Any, batch_size: int | Non
 
 
 def loader_of_rest(
-    loader: TorchDataLoader[Any], stream: CachedStream[Any], rest: StreamRest, number: int
+    loader: TorchDataLoader[Any], stream: CachedStream[Any], rest: StreamRest
 ) -> TorchDataLoader[Any]:
     """torch's loader over the samples that were not recorded as a pass began.
 
@@ -66,7 +66,6 @@ def loader_of_rest(
         loader: the user's.
         stream: that it reads.
         rest: those samples.
-        number: of the pass.
     """
     workers = rest.workers
     if {workers, loader.num_workers} <= {0, 1}:
@@ -78,7 +77,7 @@ def loader_of_rest(
             "rest",
         )
     # torch's loader over the whole stream draws one seed for an epoch's workers, and that is drawn.
-    changed: dict[str, Any] = {"generator": _apart_from(loader.generator, number)}
+    changed: dict[str, Any] = {"generator": _apart_from(loader.generator)}
     if workers != loader.num_workers:  # what goes with these is left out
         changed |= {"num_workers": workers, "timeout": 0, "multiprocessing_context": None}
         changed |= {"prefetch_factor": None, "persistent_workers": False}
@@ -112,10 +111,7 @@ def batches_of(samples: int, sizes: Iterable[int]) -> int:
     return sum(before < samples for before in itertools.accumulate(sizes, initial=0))
 
 
-def _apart_from(generator: torch.Generator | None, number: int) -> torch.Generator:
-    """A generator that follows from another one's state, and gives other numbers than it will give.
-
-    They are others in each pass: where workers persist and no order is drawn, that state stays as it is.
-    """
+def _apart_from(generator: torch.Generator | None) -> torch.Generator:
+    """A generator that follows from another one's state, and gives other numbers than it will give."""
     apart = (generator or torch.default_generator).clone_state()
-    return apart.manual_seed(number + int(torch.randint(1 << 62, (), generator=apart, device=apart.device)))
+    return apart.manual_seed(int(torch.randint(1 << 62, (), generator=apart, device=apart.device)))

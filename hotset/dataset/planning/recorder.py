@@ -16,7 +16,6 @@ import torch
 
 from hotset._interrupts import own_errors
 from hotset.dataset.chain_calls import ATOMS, SamplePath, places_of
-from hotset.dataset.format_transform import row_of
 from hotset.dataset.pipeline import Chain, Pipeline, Transform
 from hotset.dataset.planning.call_sites import CallSite, call_sites, reaction
 from hotset.dataset.source_reader import seconds_in_groups, spread
@@ -332,7 +331,7 @@ class RecordedSamples:
         for index in indices if self._pipeline.attributes else ():
             begun = time.perf_counter()
             try:
-                sample = row_of(self._pipeline.dataset, index)
+                sample = self._pipeline.dataset[index]
             except own_errors() as raised:
                 own = own or raised
             else:
