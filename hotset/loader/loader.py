@@ -26,7 +26,7 @@ import multiprocessing
 import operator
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -61,9 +61,10 @@ from hotset.loader.state import (
     SavedState,
     header,
     identity_of,
+    is_of_stream,
     read_state,
 )
-from hotset.loader.stream_order import StreamSampler
+from hotset.loader.stream_order import StreamSampler, with_stream_order
 from hotset.loader.stream_reading import batches_of, loader_of_rest, rest_of_stream, warn_of_order
 from hotset.loader.torch_batches import FollowedBy, RecordedOrder, TorchBatches
 from hotset.loader.worker_batches import WorkerBatches
@@ -138,7 +139,7 @@ class DataLoader(TorchDataLoader[T]):
 
         def __init__(self, dataset, *arguments, **named):
             if isinstance(dataset, CachedStream):
-                arguments, named = (), _with_stream_order(dataset, arguments, named)
+                arguments, named = (), with_stream_order(dataset, arguments, named)
             super().__init__(dataset, *arguments, **named)
 
         __init__.__signature__ = inspect.signature(TorchDataLoader.__init__)
@@ -355,7 +356,7 @@ class DataLoader(TorchDataLoader[T]):
         """
         cut = cut_of(self.batch_sampler, self.sampler)
         saved = read_state(state, self._identity_for(state), cut, self.num_workers, self._header()["windows"])
-        if self._route() is None or (self._stream is not None and _is_of_stream(state)):
+        if self._route() is None or (self._stream is not None and is_of_stream(state)):
             saved.require_replay(self, cut)
             if self._stream is not None and saved.under_way:
                 passes_of(self._stream).tell_of_replay()
@@ -453,7 +454,7 @@ class DataLoader(TorchDataLoader[T]):
         identity = self._identity()
         if self._stream is None or not isinstance(state, dict) or "data" not in state:
             return identity
-        if _is_of_stream(state):
+        if is_of_stream(state):
             return {**identity, "samples": None}
         if identity["samples"] is None:
             raise StateError(
@@ -487,7 +488,7 @@ class DataLoader(TorchDataLoader[T]):
             return
         passes = followed_passes(stream)
         passes.wait_for_ranks()
-        self._in_stream_order = saved is not None and saved.under_way and _is_of_stream(saved.state)
+        self._in_stream_order = saved is not None and saved.under_way and is_of_stream(saved.state)
         sampler = self.sampler
         if isinstance(sampler, StreamSampler) and (saved is None or not saved.under_way):
             sampler.settle()
@@ -677,23 +678,6 @@ class DataLoader(TorchDataLoader[T]):
     def __getstate__(self) -> dict[str, Any]:
         made = DataLoader.__annotations__  # the attributes that the class declares
         return {**{k: v for k, v in self.__dict__.items() if k not in made}, "_iterator": None}
-
-
-def _with_stream_order(
-    stream: CachedStream[Any], arguments: Sequence[Any], named: Mapping[str, Any]
-) -> dict[str, Any]:
-    """A loader's arguments, with a sampler that can be made before the stream has a length."""
-    given = inspect.signature(TorchDataLoader.__init__).bind(None, stream, *arguments, **named).arguments
-    del given["self"], given["dataset"]
-    if given.get("sampler") is None and given.get("batch_sampler") is None:
-        shuffle = bool(given.pop("shuffle", False))
-        given["sampler"] = StreamSampler(stream, shuffle=shuffle, generator=given.get("generator"))
-    return given
-
-
-def _is_of_stream(state: dict[str, Any]) -> bool:
-    """Whether a state is of a pass that ran a stream."""
-    return bool(state["data"].get("samples") is None)
 
 
 def _start_method(context: Any) -> str:

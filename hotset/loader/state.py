@@ -43,6 +43,7 @@ __all__ = [
     "SavedState",
     "header",
     "identity_of",
+    "is_of_stream",
     "read_state",
 ]
 
@@ -305,6 +306,11 @@ def identity_of(dataset: Any, fingerprints: list[str]) -> dict[str, Any]:
     except (TypeError, NotImplementedError):
         length = None
     return {"samples": length, "fingerprints": fingerprints}
+
+
+def is_of_stream(state: dict[str, Any]) -> bool:
+    """Whether a state is of a pass that ran a stream: its samples are not counted."""
+    return bool(state["data"].get("samples") is None)
 
 
 def read_state(

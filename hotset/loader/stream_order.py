@@ -12,17 +12,18 @@ several ranks     each sample goes to one rank: every so many-th of one order, w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import RandomSampler, Sampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 from hotset.dataset.streams.cached_stream import CachedStream, passes_of
 
-__all__ = ["StreamSampler"]
+__all__ = ["StreamSampler", "with_stream_order"]
 
 
 class StreamSampler(Sampler[int]):
@@ -102,3 +103,15 @@ class StreamSampler(Sampler[int]):
             return passes.stated_length()
         rank, ranks = self.division
         return len(range(rank, len(passes.ids()), ranks))
+
+
+def with_stream_order(
+    stream: CachedStream[Any], arguments: Sequence[Any], named: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A loader's arguments, with a :class:`StreamSampler` if none of them is a sampler."""
+    given = inspect.signature(DataLoader.__init__).bind(None, stream, *arguments, **named).arguments
+    del given["self"], given["dataset"]
+    if given.get("sampler") is None and given.get("batch_sampler") is None:
+        shuffle = bool(given.pop("shuffle", False))
+        given["sampler"] = StreamSampler(stream, shuffle=shuffle, generator=given.get("generator"))
+    return given
