@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import Any
 
 from hotset._interrupts import own_errors
-from hotset.dataset.pipeline import ApplyAt, CannotBeCut, Chain, Cuts, Pipeline, Source, chain_of
+from hotset.dataset.pipeline import ApplyAt, Chain, Cuts, Pipeline, Source, chain_of
 from hotset.dataset.planning.recorder import passes_shared_objects
 from hotset.dataset.transform_attributes import called_with, with_transforms
 from hotset.determinism.aliasing import copied
@@ -37,7 +37,6 @@ __all__ = ["differs_when_cut"]
 _SECONDS = 0.25
 _ROUNDS = 8
 _Read = tuple[Any, dict[str, Any]]  # a sample, and the states of generators that reading it left
-_TELLS_NOTHING: _Read = (None, {})  # a sample that is read whole in training, too
 
 
 def differs_when_cut(pipeline: Pipeline, cuts: Cuts, indices: Sequence[int]) -> bool:
@@ -60,7 +59,7 @@ def differs_when_cut(pipeline: Pipeline, cuts: Cuts, indices: Sequence[int]) -> 
         for index in [*indices] * _ROUNDS:
             first, other = _reading(whole, index, generators), _reading(cut, index, generators)
             if first is not None:
-                if other is not _TELLS_NOTHING and differs(first, other, across=True) is not None:
+                if differs(first, other, across=True) is not None:
                     again = _reading(whole, index, generators)
                     if differs(first, again, across=True) is None:
                         return True
@@ -132,8 +131,6 @@ def _reading(source: Source, index: int, generators: Generators) -> _Read | None
     """A sample, and the states that reading it left, which are put back; None if it cannot be read."""
     try:
         return source.finish(source.read_cut(index)), generators.states()
-    except CannotBeCut:
-        return _TELLS_NOTHING
     except own_errors():  # training may never ask for it
         return None
     finally:
