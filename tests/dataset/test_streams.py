@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import operator
 import os
 import pickle
 import random
@@ -945,6 +946,43 @@ def test_a_stream_is_recorded_anew_after_what_it_holds_was_set_on_the_stream_its
         assert cached.recorded
 
 
+class Settable(Marked):
+    """Has a method that sets what its samples hold, a transform, and epochs on which its order may depend."""
+
+    def __init__(self) -> None:
+        super().__init__(N)
+        self.transform: Callable[[int], int] = abs
+
+    def set_mark(self, mark: int) -> None:
+        self.mark = mark
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from ((picture, self.transform(number)) for picture, number in super().__iter__())
+
+
+def test_what_a_method_sets_and_another_transform_count_on_a_stream_with_a_key() -> None:
+    with hotset.cache(Settable(), memory="10MiB", key="numbers") as cached:
+        loader = hotset.DataLoader(cached, batch_size=8)
+        assert values(loader) == list(range(N))
+        cached.set_mark(1000)
+        assert values(loader) == [1000 + number for number in range(N)]
+        cached.dataset.transform = operator.neg
+        assert values(loader) == [-1000 - number for number in range(N)]
+        assert cached.recorded
+
+
+def test_what_was_set_before_an_epoch_is_announced_is_noticed() -> None:
+    with recorded(), hotset.cache(Settable(), memory="10MiB") as cached:
+        loader = hotset.DataLoader(cached, batch_size=8)
+        assert values(loader) == list(range(N))
+        cached.dataset.mark = 1000
+        cached.set_epoch(1)
+        assert values(loader) == [1000 + number for number in range(N)]
+
+
 class Large(Marked):
     """Large samples, of which it counts those that it gives."""
 
@@ -1365,6 +1403,22 @@ class TestOtherSamples:
                 hotset.NotCacheable, match=r"move random transforms out of the stream|Move random"
             ):
                 hotset.cache(stream, memory="1MiB")
+
+    def test_random_content_under_the_same_names_is_refused_in_any_order(self) -> None:
+        class Named(Shuffled):
+            runs = 0
+
+            def __iter__(self) -> Iterator[Any]:
+                self.runs += 1
+                for _, number in super().__iter__():
+                    yield {"key": f"picture {number}", "picture": number if number % 2 else self.runs * N}
+
+        with pytest.raises(hotset.NotCacheable, match="samples with the same key differed"):
+            hotset.cache(Named(), memory="1MiB")
+
+    def test_what_is_declared_nondeterministic_is_refused(self) -> None:
+        with pytest.raises(hotset.NotCacheable, match="is declared @hotset"):
+            hotset.cache(hotset.nondeterministic(Numbers()), memory="1MiB")
 
     @pytest.mark.parametrize("kind", [int, np.int64, np.float32, np.datetime64])
     def test_random_content_is_refused_whatever_the_samples_are(self, kind: Any) -> None:
@@ -1884,6 +1938,13 @@ def test_a_dataset_over_a_cached_stream_gives_each_worker_what_it_would_give_wit
         assert cached.recorded == is_recorded
         assert sorted(values(hotset.DataLoader(cached, batch_size=8, num_workers=2))) == list(range(N))
         assert cached.check() == []
+
+
+def test_a_dataset_over_a_cached_stream_in_one_worker_records_it() -> None:
+    with hotset.cache(Numbers(), memory="1MiB") as cached:
+        for _ in range(2):
+            assert values(once(Around(cached), 1)[0]) == list(range(N))
+            assert cached.recorded
 
 
 class Each(IterableDataset[Any]):
