@@ -31,7 +31,6 @@ from hotset.dataset.arguments import CacheArguments
 from hotset.dataset.content_watch import Comparing
 from hotset.dataset.current_cache import Make
 from hotset.dataset.held_attributes import Difference, HeldAttributes
-from hotset.dataset.pipeline import SampleStopped, stopped
 from hotset.dataset.streams.libraries import may_reorder
 from hotset.dataset.streams.probe import StreamFacts
 from hotset.dataset.streams.recording import StreamRecording, StreamRest
@@ -368,10 +367,7 @@ class StreamPasses:
 
     def samples_of(self, ids: Ids) -> list[Any]:
         """Samples by their ids; those that are no longer recorded come from the stream."""
-        try:
-            return self.access.source.finish_batch(self.access.records(ids))
-        except SampleStopped as error:
-            raise stopped(error) from None
+        return self.access.source.finish_batch(self.access.records(ids))
 
     def require_index(self, what: str) -> None:
         """Refuse what only a recorded stream has.

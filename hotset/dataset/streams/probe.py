@@ -249,7 +249,7 @@ def _others(first: list[_Sample], again: list[_Sample]) -> str | None:
     No sample occurs in both; or most come at the same place, and others differ there; or a part that names
     each sample (a key, a path) occurs in both, and the rest of the sample differs.
     """
-    count = min(len(first), len(again))
+    count = len(again)  # no more than of the first
     alike = sum(a.digest == b.digest for a, b in zip(first, again, strict=False))
     common = {each.digest for each in first} & {each.digest for each in again}
     if not common:
@@ -303,7 +303,7 @@ def _first_samples(stream: Any, most: int = _SAMPLES) -> _Run:
         before = time.perf_counter()
     else:
         states.append(_states(samples, stream))
-    took = bool(found) and entropy.taken() != taken
+    took = entropy.taken() != taken
     if isinstance(samples, types.GeneratorType):  # another iterator may be the stream's own, such as its file
         samples.close()
     return _Run(found, spent / max(len(found), 1), took, states)
