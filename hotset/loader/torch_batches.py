@@ -18,7 +18,22 @@ from torch._utils import ExceptionWrapper
 from hotset.loader.index_route import samples_in
 from hotset.loader.state import EpochProgress
 
-__all__ = ["FollowedBy", "RecordedOrder", "TorchBatches"]
+__all__ = ["FollowedBy", "RecordedOrder", "TorchBatches", "clear_reraising_frame"]
+
+
+def clear_reraising_frame(error: BaseException) -> bool:
+    """Clear the frame in which torch has raised a worker's exception again; whether there is one.
+
+    The frame's local variable is the exception, whose traceback holds the frame, and by those around it the
+    loader. As such a cycle only Python's collector finds it, which closes queues first: then torch's iterator
+    waits for five seconds for each of its workers, whenever that happens to be.
+    """
+    reraise = ExceptionWrapper.reraise.__code__
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is reraise:
+            frame.clear()
+            return True
+    return False
 
 
 class RecordedOrder:
@@ -111,8 +126,7 @@ class TorchBatches:
         """Whether this came in place of a batch: a time-out, or an interrupt of the waiting, takes none."""
         if not self._workers:
             return self._sizes is None or bool(self._sizes)  # else the sampler has raised it
-        reraise = ExceptionWrapper.reraise.__code__
-        return any(frame.f_code is reraise for frame, _ in traceback.walk_tb(error.__traceback__))
+        return clear_reraising_frame(error)
 
     def __iter__(self) -> TorchBatches:
         return self

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from hotset.dataset.pipeline import SampleStopped, stopped
 from hotset.dataset.sample_access import Told
 from hotset.loader.state import EpochProgress
+from hotset.loader.torch_batches import clear_reraising_frame
 from hotset.loader.worker_messages import BatchMessage
 from hotset.loader.worker_process import BatchBuffers, TaskSampler
 from hotset.store.blocks import making_workers
@@ -79,8 +80,11 @@ class WorkerBatches:
             if not self._persistent:
                 self._buffers.trim_between_epochs()  # the workers have ended
             raise
-        except SampleStopped as error:
-            raise stopped(error) from None
+        except BaseException as error:
+            clear_reraising_frame(error)
+            if isinstance(error, SampleStopped):
+                raise stopped(error) from None
+            raise
         self._tasks.answered(message)
         for samples in self._tasks.failed_before(message) if self._in_order else ():
             self._run.failed(samples)

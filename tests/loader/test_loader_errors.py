@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
+import multiprocessing
 import os
 import re
 import threading
@@ -45,7 +47,7 @@ from sources import (
     Samples,
     SlowInWorkers,
 )
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 import hotset
 
@@ -145,6 +147,36 @@ class SecondPartVaries(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return torch.full((1 << 18,), float(index)), torch.zeros(1 + index % 2)
+
+
+class RaisingStream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield torch.zeros(4)
+        raise ValueError("no second sample")
+
+
+class RaisingSamples(Dataset[Any]):
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 9:
+            raise ValueError("no sample 9")
+        return torch.full((4,), float(index))
+
+
+@pytest.mark.parametrize("source", [RaisingSamples(), RaisingStream()])
+@pytest.mark.parametrize("cache", [hotset.cache, contextlib.nullcontext])
+def test_workers_end_with_a_loop_that_an_exception_of_one_ends(cache: Any, source: Any) -> None:
+    """Without the collector: as it frees a loader of torch's, the program waits five seconds a worker."""
+    with recorded(), cache(source) as dataset:
+        gc.disable()
+        try:
+            with contextlib.suppress(ValueError):
+                list(hotset.DataLoader(dataset, batch_size=4, num_workers=2))
+            assert multiprocessing.active_children() == []
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("persistent", [False, True])
