@@ -1931,7 +1931,8 @@ def test_a_dataset_over_a_cached_stream_gives_each_worker_what_it_would_give_wit
         if is_recorded:
             cached.fill()
         why = failure(lambda: list(DataLoader(Around(cached), num_workers=2)))
-        assert why.kind is hotset.HotsetWarning and "is run by another dataset in the workers" in why.text
+        assert why.kind is hotset.HotsetWarning
+        assert "is run by another dataset in the workers" in why.text
         with recorded():
             for _ in range(2):
                 assert values(once(Around(cached), 2)[0]) == wanted
