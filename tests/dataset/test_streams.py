@@ -1397,6 +1397,25 @@ class TestOtherSamples:
             assert is_a_sentence(said)
             assert stream.recorded
 
+    @pytest.mark.parametrize("place", [2, 128])
+    def test_a_sample_that_is_another_than_was_recorded_is_found_out(
+        self, place: int, tmp_path: Path
+    ) -> None:
+        class OneOfAFile(Numbers):
+            def __iter__(self) -> Iterator[Any]:
+                other = (tmp_path / "other").exists()
+                for number in share(self.count):
+                    yield torch.zeros(4), number + 1000 * (other and number == place)
+
+        with recorded() as told, hotset.cache(OneOfAFile(200), memory="10MiB") as stream:
+            loader = hotset.DataLoader(stream, batch_size=4)
+            for _ in zip(range(40), loader, strict=False):
+                pass
+            (tmp_path / "other").touch()
+            epochs = [values(loader) for _ in range(3)]
+            assert all(epoch[place] == 1000 + place for epoch in epochs)
+            assert ["it gave other samples" in str(one.message) for one in told] == [True]
+
     def test_random_content_is_refused(self) -> None:
         for stream in (Jitter(), Own(), Jitter(every=2)):
             with pytest.raises(
