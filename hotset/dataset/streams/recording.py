@@ -245,7 +245,7 @@ class _PartRecorder:
     @property
     def _is_current(self) -> bool:
         """Whether what is recorded has not been cleared since this run was begun."""
-        return self._generation is not None and self._store.clear_generation() == self._generation
+        return self._store.clear_generation() == self._generation
 
     def take(self, value: Any) -> None:
         """Take the next sample."""
@@ -270,7 +270,7 @@ class _PartRecorder:
     def flush(self) -> None:
         """Record the samples that were taken last."""
         held, self._held = self._held, []
-        self.records = self.records and self._is_current and self.part.is_own
+        self.records = self._is_current and self.part.is_own
         if not held or not self.records:
             return
         if self.draws.any():
