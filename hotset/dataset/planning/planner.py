@@ -16,7 +16,6 @@ would not find their common cache. The rank that makes the cache stores its find
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import sys
 import threading
@@ -121,14 +120,13 @@ def _joined_rows(steps: list[Any], rows: list[Row]) -> tuple[Row, ...]:
     Raises:
         SegmentError: the cache is of other transforms.
     """
-    live = [step for step, row in itertools.zip_longest(steps, rows[1:]) if row is None or not row.cached]
     kept = [row for row in rows[1:] if row.cached]
     names = [name_of(step) for step in steps]
     if names == [row.name for row in rows[1:]]:
         return tuple(rows)
     if [row.name for row in kept] != names[: len(kept)]:
         raise SegmentError("the cache is of other transforms.")
-    found = map(verdict_of, live)
+    found = map(verdict_of, steps[len(kept) :])
     return (*rows[:1], *kept, *(Row(v.name, v.kind, v.evidence, None, None, False) for v in found))
 
 
