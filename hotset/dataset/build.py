@@ -37,6 +37,7 @@ from hotset.dataset.streams.cached_stream import CachedStream
 from hotset.dataset.streams.source import is_stream
 from hotset.dataset.window import Window
 from hotset.determinism.declare import declared
+from hotset.determinism.draws.draw_watch import DrawWatch
 from hotset.determinism.objects.safe_access import has
 from hotset.errors import SegmentError
 from hotset.session.find_or_create import (
@@ -237,6 +238,9 @@ def _current(pipeline: Pipeline, identity: Identity, options: CacheOptions, agai
         _join(store, pipeline.name, options.session)
     remote = remote_cache(options, identity, store)
     attachment = Attachment(store, shared.handle, result.plan.name)
+    believed = result.metadata["believed"] or declared(pipeline.dataset) == "deterministic"
+    if not (believed or result.plan.stream):  # a stream's draws are watched as it is recorded
+        attachment.watch(DrawWatch(result.source.read_parts))
     window = _active_window(result, options.given.window, attachment)
     moved = frozenset(result.metadata["moved"])
     key, concurrency = identity.lookup_key, options.given.concurrency

@@ -67,7 +67,7 @@ class Plan:
         window: the sizes of the running window; None if all samples are used in each epoch.
         spill: the folder for samples that do not fit into memory; None if there is none.
         audited: whether hits are compared with the source now and then: not where a declaration is believed
-            against the evidence.
+            against the evidence, nor with a ``hotset.batched``.
         notes: sentences about how this was decided.
         warnings: sentences that the user is warned with at once.
         held: the bytes of ``limit`` that other caches of the session hold, or the machine does not have now.

@@ -37,8 +37,6 @@ from hotset.dataset.pipeline import Source
 from hotset.dataset.plan import Plan
 from hotset.dataset.source_reader import NotingReader, SourceReader
 from hotset.dataset.stats import Stats, stats_of
-from hotset.determinism.declare import declared
-from hotset.determinism.draws.draw_watch import DrawWatch
 from hotset.errors import SegmentError
 from hotset.session.job import this_job
 from hotset.store.claims import Ids
@@ -111,8 +109,6 @@ class SampleAccess:
         self._reader = SourceReader(source, concurrency)
         self._attachment = attachment
         self._audit = Audit(source, plan.sample_seconds, self._audited()) if plan.audited else None
-        if plan.audited and declared(source.dataset) != "deterministic":
-            attachment.watch(DrawWatch(source.read_parts))
         self._job = _job_word()  # of the main process, also in its workers
         self._readers: set[int] = set()  # the threads that have read samples in this process
         self._read_ahead: set[int] = set()  # samples that this process has cached and not used yet

@@ -220,6 +220,19 @@ def test_a_live_part_may_follow_and_draws_as_without_a_cache() -> None:
 # ---- what is refused -----------------------------------------------------------------------------------
 
 
+class RarelyDrawing(Rows):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) + (torch.rand(4) if index == 55 else 0)
+
+
+def test_a_sample_that_draws_is_not_frozen() -> None:
+    with hotset.cache(RarelyDrawing(), memory="1MiB", transform=hotset.batched(Doubling(), size=8)) as cached:
+        with pytest.raises(hotset.HotsetWarning, match=r"1 sample \(55\) draws random numbers"):
+            cached.fill()
+        assert not torch.equal(cached[55], cached[55])
+        assert cached.stats().cached == N - 1
+
+
 def test_a_module_in_training_mode_is_refused() -> None:
     encoder = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Dropout())
     for stage in (encoder, lambda batch: encoder(batch)):

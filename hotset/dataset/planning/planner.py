@@ -111,7 +111,7 @@ def joined_plan(
     if memory not in ("auto", used):
         notes.append(f"memory={memory!r} has no effect: the cache was made with memory={used!r}")
     plan = Plan.joined(about, pipeline.name, rows, (*notes, *found.notes))
-    return PlanResult(plan, source, cuts, None, {"moved": about["moved"]})
+    return PlanResult(plan, source, cuts, None, {name: about[name] for name in ("moved", "believed")})
 
 
 def _joined_rows(steps: list[Any], rows: list[Row]) -> tuple[Row, ...]:
@@ -194,7 +194,7 @@ def make_plan(pipeline: Pipeline, options: CacheOptions, identity: Identity) -> 
         held=held,
     )
     plan = _advised(plan, session, file_bytes(dataset, spread(len(dataset), _PROBED)))
-    metadata: dict[str, Any] = {"moved": read.moved}
+    metadata: dict[str, Any] = {"moved": read.moved, "believed": read.believed}
     if isinstance(dataset, StreamSource):
         stride = read.schema.stride if read.schema is not None else 1
         plan, facts = plan_of_stream(dataset, plan, stride, alone=bool(identity.unknowns))
