@@ -245,6 +245,23 @@ def test_a_pass_goes_on_when_another_finds_the_dataset_changed(change: Any) -> N
     assert [w for w in told if "has changed" in str(w.message)]
 
 
+def changed_in_mid_pass(make: Any, dataset: Any, held: Any) -> list[Any]:
+    """The batches of two passes, in the second of which another pass begins after a change."""
+    loader, other = make(dataset, batch_size=2), make(dataset, batch_size=5)
+    found, batches = list(loader), iter(loader)
+    found += [next(batches) for _ in range(3)]
+    held.labels[:] += 5
+    next(iter(other))
+    return [*found, *batches]
+
+
+def test_batches_that_were_gathered_ahead_are_dropped_when_another_pass_finds_a_change() -> None:
+    plain, held = Held(), Held()
+    expected = changed_in_mid_pass(DataLoader, plain, plain)
+    with recorded(), hotset.cache(held, memory="1MiB") as cached:
+        equal_batches(changed_in_mid_pass(hotset.DataLoader, cached, held), expected)
+
+
 def passes(loader: Any, change: Callable[[], None], count: int, *, epochs: int = 2) -> list[list[Any]]:
     """Batches of so many times so many epochs; after each time there is a change."""
     found = []

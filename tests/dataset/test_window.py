@@ -1065,6 +1065,30 @@ def test_a_window_over_uncacheable_samples_moves_and_reads_the_source(
     del loader  # with its workers, for which the end of the test would wait
 
 
+class Together(Samples):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+def test_a_window_over_uncacheable_samples_that_come_in_batches_resumes(make: Make) -> None:
+    def loader() -> hotset.DataLoader[Any]:
+        with pytest.warns(HotsetWarning, match="nothing of Together can be cached"):
+            cached = make(Together(_opaque_and_label, D))
+        return hotset.DataLoader(cached, batch_size=4, collate_fn=list)
+
+    def labels(batches: Any) -> list[int]:
+        return [label for batch in batches for _, label in batch]
+
+    first, second = loader(), loader()
+    reference = Reference(Samples(_opaque_and_label, D), QUARTER)
+    assert labels(first) == reference.at(0, 0).order
+    batches = iter(first)
+    next(batches)
+    second.load_state_dict(first.state_dict())
+    assert labels(second) == labels(batches) == reference.at(1, R).order[4:]
+    assert labels(second) == reference.at(2, 2 * R).order
+
+
 def test_a_full_shared_memory_fails_no_window(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("unable to allocate shared memory(shm): No space left on device (28)")

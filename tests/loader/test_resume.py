@@ -273,6 +273,31 @@ def test_a_state_holds_the_generators_of_a_transform_that_was_set_meanwhile() ->
         each.dataset.close()
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_that_draw_and_are_read_in_batches_draw_the_same_once_resumed(workers: int) -> None:
+    """Without a cache, as it was closed."""
+
+    class Together(Samples):
+        def __getitem__(self, index: int) -> Any:
+            return index, torch.rand(()) if index in (5, 20, 22, 27) else torch.zeros(())
+
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            return [self[index] for index in indices]
+
+    def make() -> Any:
+        cached = hotset.cache(Together(image_and_label, 32), memory="1MiB")
+        cached.close()
+        return hotset.DataLoader(cached, batch_size=4, num_workers=workers)
+
+    loader, other = make(), make()
+    batches = iter(loader)
+    consumed = [next(batches) for _ in range(3)]
+    state, expected = through_a_checkpoint(loader.state_dict()), list(batches)
+    assert consumed[1][1].any()
+    other.load_state_dict(state)
+    same(list(other), expected)
+
+
 @pytest.mark.parametrize("is_cached", [True, False])
 @pytest.mark.parametrize("workers", [(2, 0, 0), (2, 0, 2), (0, 2, 0), (0, 2, 2)])
 def test_a_pass_that_is_resumed_twice_keeps_the_order_that_it_began_with(
