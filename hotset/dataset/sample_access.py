@@ -309,7 +309,7 @@ class SampleAccess:
     def decoded(self, records: list[RecordBatch]) -> dict[int, Any]:
         """The samples of received records, by sample id; the caller owns each."""
         store = self.store
-        if store is None or not records:
+        if store is None:
             return {}
         found: dict[int, Any] = {}
         for each in records:

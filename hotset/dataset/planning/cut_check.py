@@ -117,7 +117,7 @@ def _drawn_live(cut: Source, index: int, generators: Generators) -> list[str]:
         generators.restore()
         cut.finish(sample)
         return [name for name, state in generators.states().items() if not _alike(state, before.get(name))]
-    except own_errors():  # also of a sample that cannot be cut
+    except own_errors():  # training may never ask for it
         return []
     finally:
         generators.restore()
