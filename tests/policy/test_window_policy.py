@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from helpers import is_a_sentence
+from helpers import all_pairs, is_a_sentence
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -504,13 +504,15 @@ def test_all_are_seen_in_the_promised_epochs_and_not_before(window: RunningWindo
     assert len(seen) == samples
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("rate", [0.05, 0.1, 0.3, 1.0])
-@pytest.mark.parametrize(("samples", "share"), [(100, 0.5), (97, 0.31), (60, 0.9), (80, 0.05)])
+@pytest.mark.parametrize(
+    ("size", "rate", "shuffle"),
+    all_pairs([(100, 0.5), (97, 0.31), (60, 0.9), (80, 0.05)], [0.05, 0.1, 0.3, 1.0], [True, False]),
+)
 def test_in_every_cycle_each_sample_is_used_equally_often(
-    samples: int, share: float, rate: float, shuffle: bool
+    size: tuple[int, float], rate: float, shuffle: bool
 ) -> None:
     """N/R epochs for each entry, rounded down or up; of the first cycle some were there from the start."""
+    samples, share = size
     resident = resident_count(share, rate, samples)
     replaced = replaced_count(resident, rate, samples)
     window = RunningWindow(samples, resident, replaced, seed=2, shuffle=shuffle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import threading
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import samples
-from helpers import equal_batches, recorded
+from helpers import equal_batches, rarely, recorded
 from sources import Counting, ReadLog, Samples
 from stores import store_of
 from torch.utils.data import DataLoader
@@ -80,8 +81,15 @@ class Flipping:
         self._thread.join()
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("make", [small, samples.text, samples.ragged, samples.big_image_and_label, optional])
+@pytest.mark.parametrize(
+    ("make", "workers"),
+    rarely(
+        itertools.product(
+            [small, samples.text, samples.ragged, samples.big_image_and_label, optional], [0, 1]
+        ),
+        *((make, 1) for make in (samples.text, samples.big_image_and_label, optional)),
+    ),
+)
 def test_records_on_a_disk_that_are_damaged_at_any_time_are_read_again(
     make: Callable[[int], Any], workers: int, runtime: Path, tmp_path: Path
 ) -> None:

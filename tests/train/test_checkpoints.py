@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import rarely, seed_everything
+from helpers import all_pairs, rarely, seed_everything
 from kills import child, kill
 from sources import Samples
 from torch import nn
@@ -125,9 +125,10 @@ def test_interrupted_in_an_evaluation_an_epoch_is_not_trained_twice(
     assert run(Interrupt()) == run()
 
 
-@pytest.mark.parametrize("way", ["the same call again", "a checkpoint"])
-@pytest.mark.parametrize("options", [*WAYS.values()], ids=[*WAYS])
-@pytest.mark.parametrize("step", [3, 4, BATCHES, 8])
+@pytest.mark.parametrize(
+    ("step", "options", "way"),
+    all_pairs([3, 4, BATCHES, 8], WAYS.values(), ["the same call again", "a checkpoint"]),
+)
 def test_what_evaluations_and_callbacks_draw_counts_once(
     way: str, options: dict[str, Any], step: int, tmp_path: Path
 ) -> None:
