@@ -14,7 +14,7 @@ the parameters of cached transforms  compared
 of live transforms                   not: they run for each use
 torch's default dtype and device     compared: tensors are made with them
 globals of the user's modules,       compared if that code uses them; a change counts if one of a few cached
-attributes of the user's classes,    samples, read again, is another now
+attributes of the user's classes,    samples, read again, is another now, or if none was read yet
 variables of closures, those of the
 environment, what a ``ContextVar`` or
 ``threading.local`` stands for here

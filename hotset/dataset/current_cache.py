@@ -190,7 +190,7 @@ class CurrentCache:
         """Cache samples anew, unless that was in vain after the last such change; ``stats``: of the cache."""
         is_stored = self.access.any_store is not None
         # What is set before training begins, perhaps more than once, costs nothing.
-        is_used = change.is_content or stats.misses > 0 or not is_stored
+        is_used = stats.misses > 0 or not is_stored
         if change.what in self._followed and is_used and stats.hits < max(stats.cached, 1):
             again = self._has_changed(change, " again before its cache has served an epoch")
             self._read_uncached(again if is_stored else None)

@@ -465,10 +465,15 @@ class SampleAccess:
             self.warn(f"{self.plan.name}: {found}")
 
     def differs_from_source(self) -> bool:
-        """Whether one of a few cached samples is another if it is read now."""
+        """Whether one of a few cached samples is another if it is read now.
+
+        It may be if none was read yet: another process may be about to cache them as they were.
+        """
         store, window = self.store, self.window
         if store is None:
             return False
+        if self.stats().misses == 0:
+            return True
         ids = window.held() if window is not None else None
         return first_difference(self.source, store, ids, self._index) is not None
 

@@ -307,6 +307,20 @@ def test_what_changes_no_sample_keeps_the_cache(workers: int) -> None:
     assert not told
 
 
+def test_what_changes_before_anything_was_read_costs_nothing() -> None:
+    """However often: a program that sets itself up asks for lengths meanwhile."""
+    dataset = Outside()
+    with recorded() as told, hotset.cache(dataset, memory="1MiB") as cached:
+        for number in range(3):
+            GAIN["all"] += 1
+            dataset.shift = number
+            assert len(cached) == N
+        got = _passes(cached, hotset.DataLoader, 0, lambda: None)
+        assert cached.stats().hits == 3 * N
+    assert not told
+    equal_batches(got[0], list(DataLoader(dataset, batch_size=4)))
+
+
 @pytest.mark.parametrize("epochs", [1, 12])
 def test_of_a_window_the_samples_that_it_holds_are_compared(epochs: int) -> None:
     """After some epochs no resident's number in the window is its index in the dataset."""

@@ -321,6 +321,39 @@ def test_what_differs_is_not_shared(start: Callable[..., Rank]) -> None:
     assert len({one, *apart}) == 7
 
 
+GAIN = {"all": 1.0}
+
+
+class Gained(Samples):
+    """Reads a global."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((2,), index * GAIN["all"])
+
+
+def begin_with_gain(state: dict[str, Any], gain: float) -> None:
+    GAIN["all"] = gain
+    state["pass"] = iter(hotset.DataLoader(state["cached"], batch_size=N))
+
+
+def read_pass(state: dict[str, Any]) -> list[float]:
+    return [float(row[0]) for batch in state.pop("pass") for row in batch]
+
+
+@pytest.mark.parametrize("changed_reads_first", [False, True])
+def test_a_rank_that_changes_a_global_before_any_sample_is_cached_has_a_cache_of_its_own(
+    changed_reads_first: bool, start: Callable[..., Rank]
+) -> None:
+    """No cached sample could tell it then that the change counts."""
+    gains = {start(0): 1.0, start(1): 3.0}
+    for rank in gains:
+        assert rank.do(make_cache, Gained(mapping, N)) == []
+    for rank, gain in gains.items():
+        rank.do(begin_with_gain, gain)
+    for rank in sorted(gains, key=gains.__getitem__, reverse=changed_reads_first):
+        assert rank.do(read_pass) == [gains[rank] * i for i in range(N)]
+
+
 def test_one_key_for_data_sets_of_two_lengths_makes_two_caches(start: Callable[..., Rank]) -> None:
     ranks = [start(number) for number in range(3)]
     for rank, n in zip(ranks, (N, N - 1, N), strict=True):
