@@ -232,7 +232,7 @@ class SavedState:
         Raises:
             StateError: its batches had another size.
         """
-        if self.under_way and self.cut.batch_size != cut.batch_size:
+        if self.cut.batch_size != cut.batch_size:
             raise StateError(
                 f"batch_size must be {self.cut.batch_size} as in the state, got {cut.batch_size}: it is from "
                 "the end of a pass, which comes from the stream itself in batches of that size; load it with "

@@ -243,7 +243,6 @@ class Filler:
             written = self._write_to_spill(np.array([sample], np.int64), [prepared])
         finally:
             if not written:
-                self._participant.row[Slot.REJECTED] += 1
                 self.claims.release(np.array([sample], np.int64))
         self._count(written, [prepared.tail_lines])
         return written > 0
@@ -368,7 +367,6 @@ class Filler:
         while fitting and (written := self._write(fitting, tails)):
             stored.update(sample for sample, _ in fitting[:written])
             del fitting[:written], tails[:written]
-        self._participant.row[Slot.REJECTED] += len(values) - len(stored)
 
     def _note_mismatch(self, sample: int, mismatch: SchemaMismatch) -> None:
         if len(self.mismatches) < _MOST_MISMATCHES:

@@ -206,14 +206,13 @@ class Slot:
     HITS = 6
     MISSES = 7
     STORED = 8
-    REJECTED = 9  # samples that cannot be stored, or for which there was no room
     FILL_NS = 10  # time spent in the source and its prefix
     STORED_BYTES = 11
     EPOCH = 12  # of a window: the epoch that its holder and its workers are in
     CURSOR = 13  # the window's cursor in that epoch
     WAIT_NS = 14  # time that its holder's training loop has waited for batches
     PEER_HITS = 15  # samples that other machines sent
-    # 16 is free
+    # 9 and 16 are free
     AUDITS = 17  # hits that were compared with what the source gives
     AUDIT_NS = 18  # time spent on that
     # Of a stream's part with this slot's number, whichever process holds the slot (see stream_parts):

@@ -24,7 +24,7 @@ from kills import in_child
 from live import draw_all
 from samples import big_image_and_label, image_and_label, mapping, named, poster_and_label, ragged
 from sources import Counting, ReadLog, Samples
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, default_collate
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset, default_collate
 
 import hotset
 
@@ -405,6 +405,19 @@ def test_another_batch_size_that_is_set_in_mid_epoch_counts_from_the_batch_from_
         got = list(sizes(hotset.DataLoader(cached, batch_sampler=order(), num_workers=workers)))
         plain = DataLoader(Samples(make, N), batch_sampler=order(), num_workers=workers)
         equal_batches(got, list(sizes(plain)))
+
+
+def test_what_was_gathered_ahead_of_one_batch_of_another_size_is_not_used_after_it() -> None:
+    def batches(make: Any, dataset: Any) -> Iterator[Any]:
+        order = BatchSampler(SequentialSampler(range(60)), 2, False)
+        for number, batch in enumerate(make(dataset, batch_sampler=order)):
+            yield batch
+            order.batch_size = 32 if number == 1 else 2
+
+    source = TensorDataset(torch.arange(60 * 16384.0).view(60, -1))
+    with hotset.cache(source, memory="10MiB") as cached:
+        cached.fill()
+        equal_batches(list(batches(hotset.DataLoader, cached)), list(batches(DataLoader, source)))
 
 
 def test_indices_of_a_sampler_of_the_users_are_gathered_together_where_they_are_known() -> None:

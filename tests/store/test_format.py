@@ -100,7 +100,7 @@ def test_live_words_lie_in_the_header_behind_what_its_checksum_covers() -> None:
     assert fmt.LIVE_AT % 8 == 0
     assert fmt.LIVE_AT + 8 * 8 <= fmt.HEADER_BYTES
     slot_words = [value for name, value in vars(fmt.Slot).items() if name.isupper()]
-    assert sorted(slot_words) == [*range(16), *range(17, fmt.SLOT_WORDS)], "16 was another version's"
+    assert sorted(slot_words) == sorted({*range(fmt.SLOT_WORDS)} - {9, 16}), "these were other versions'"
     assert max(slot_words) < fmt.SLOT_WORDS
 
 
