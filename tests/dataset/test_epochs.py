@@ -216,6 +216,21 @@ def test_an_epoch_set_in_mid_pass_counts_in_the_next(workers: int) -> None:
         assert cached.stats().cached == N
 
 
+def test_an_epoch_set_in_mid_pass_counts_in_the_next_for_any_sample_that_was_read_before() -> None:
+    class Long(TwoStages):
+        def __len__(self) -> int:
+            return 400
+
+    order = [200, *range(200), *range(201, 400)]  # few samples are compared, such as the first and last
+    with recorded(), hotset.cache(Long(), memory="1MiB") as cached:
+        loader = hotset.DataLoader(cached, batch_size=1, sampler=order)
+        batches = iter(loader)
+        next(batches)
+        cached.set_epoch(1)
+        list(batches)
+        assert torch.cat(list(loader)).flatten().tolist() == [100 + index for index in order]
+
+
 def begin_second_stage(_: int) -> None:
     info = get_worker_info()
     assert info is not None
