@@ -153,7 +153,8 @@ class _Asker:
     def _asked(
         self, stack: contextlib.ExitStack, way: str, keys: Keys | None, ids: Callable[[], Any]
     ) -> Iterator[int]:
-        peers = stack.enter_context(Connections(keys))
+        peers = Connections(keys, lambda why, name: None)
+        stack.callback(peers.close)
         peer = peers.add("owner", self._where[way], self._where["key"] if keys is not None else None)
         asked: deque[PendingRequest] = deque()
         while True:

@@ -156,7 +156,7 @@ def _hotset(store: Store, batch: int, settings: Settings, keyed: bool) -> Iterat
             os.write(end, serving.endpoint.encode())
             os.read(end, 1)
 
-    with _forked(serve) as end, Connections(mine) as others:
+    with _forked(serve) as end, contextlib.closing(Connections(mine, lambda why, name: None)) as others:
         peer = others.add("other", os.read(end, 100).decode(), theirs.public if theirs else None)
         draw = np.random.default_rng(0)
         asked: deque[PendingRequest] = deque()

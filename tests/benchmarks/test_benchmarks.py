@@ -25,7 +25,9 @@ from benchmarks.footprint import family, of_ranks, ready_to_stand, stand, summed
 from benchmarks.harness import Comparison, Epochs, Outcome, Spread, Target, Unfit, batches, compare
 from benchmarks.peers import bare_loop, limit
 from benchmarks.report import Report
+from benchmarks.settings import Settings
 from benchmarks.suite.contest import ahead_of_all, lead
+from benchmarks.suite.peers import peers
 from benchmarks.truth import CropTruth, PaddedTruth, RaggedTruth, RowTruth, WrongData
 
 ROWS = np.arange(10 * 6, dtype=np.uint8).reshape(10, 6)
@@ -310,6 +312,14 @@ def test_ranks_are_measured_while_they_stand_and_not_at_all_if_one_does_not() ->
     assert 48 << 20 < more.pss - less.pss < 96 << 20
     with pytest.raises(threading.BrokenBarrierError):
         of_ranks(context, 2, _hold, 1 << 10, True)
+
+
+@pytest.mark.benchmark
+def test_records_from_another_process_are_measured(tmp_path: Path) -> None:
+    pytest.importorskip("zmq", reason="pyzmq, which carries records between machines, is not installed")
+    measured = peers(Settings(tmp_path, sys.executable, quick=True)).comparisons
+    assert [row.unfit for found in measured for row in found.rows.values() if row.unfit] == []
+    assert len(measured) == 4
 
 
 @pytest.mark.chaos
