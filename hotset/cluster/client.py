@@ -3,7 +3,7 @@
 ::
 
     ask(cache, ids) ──> PendingRequest ──> wait(deadline)      several requests of one peer in flight
-                                              │ verified: where the frames lie, to be copied by the caller
+                                              │ verified: where the answer lies, to be copied by the caller
                                               └ or absent: the caller reads the source
 
 A request never raises because of a peer. A peer *fails* when it is not there, refuses this machine's key, has
@@ -34,7 +34,7 @@ import os
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -45,8 +45,8 @@ from hotset.cluster import protocol
 from hotset.cluster.backoff import Backoff
 from hotset.cluster.membership import PATIENCE, Keys, Membership, MembershipFile, Owned
 from hotset.cluster.peer_stats import PeerStats, PeerStatsFile, read_peer_stats
-from hotset.cluster.protocol import Head, Malformed, Operation, Status
-from hotset.cluster.sealing import Credentials, Sealing, Unsealable
+from hotset.cluster.protocol import Head, Malformed, Message, Operation, Status
+from hotset.cluster.sealing import SEAL, Credentials, Sealing, Unsealable, joined
 from hotset.cluster.sockets import ask_by_curve, ask_by_password, close, open_socket, require_descriptors
 from hotset.cluster.wire_records import UNANSWERED, CacheIdentity, Longs, WireRecords
 
@@ -75,8 +75,8 @@ class PendingRequest:
         self._peer, self.cache, self.ids, self.operation = peer, cache, ids, operation
         self._pid = os.getpid()
         self._asked_at = time.monotonic()
-        self.frames: Sequence[memoryview] | None = None
-        self.head: Head | None = None
+        self.head: Head | None = None  # of the answer, and what follows it
+        self.body: Message | None = None
         self.is_lost = False
 
     @property
@@ -106,19 +106,19 @@ class PendingRequest:
         """Wait, as :meth:`wait` does, for the words that answer words; None if there are none."""
         return self._answered(deadline, protocol.parse_words)
 
-    def _answered(self, deadline: float, parse: Callable[[Head, Sequence[memoryview]], T]) -> T | None:
+    def _answered(self, deadline: float, parse: Callable[[Head, Message], T]) -> T | None:
         peer = self._peer
         if self._pid != os.getpid():
             self.is_lost = True
-        while self.frames is None and not self.is_lost:
+        while self.body is None and not self.is_lost:
             left = deadline - time.monotonic()
             peer.poll(max(left, 0.0))
-            if left <= 0 and self.frames is None and not self.is_lost:
+            if left <= 0 and self.body is None and not self.is_lost:
                 self.is_lost = True
                 peer.fail("has not answered in time")
-        if self.frames is None or self.head is None:
+        if self.body is None or self.head is None:
             return None
-        frames, self.frames, self.is_lost = self.frames, None, True
+        body, self.body, self.is_lost = self.body, None, True
         if self.head.status not in (Status.OK, Status.MALFORMED):
             peer.note_refusal(self.head.status, self.cache)
             return None
@@ -128,16 +128,16 @@ class PendingRequest:
             said = (self.head.operation, self.head.fingerprint, self.head.layout, self.head.samples)
             if said != (self.operation, self.cache.fingerprint, self.cache.layout, len(self.ids)):
                 raise Malformed("has sent an answer that does not fit the request")
-            found = parse(self.head, frames[1:])
+            found = parse(self.head, body)
         except Malformed as error:
             peer.fail(str(error))
             return None
         peer.note_answer(time.monotonic() - self._asked_at, self.cache)
         return found
 
-    def _parse(self, head: Head, frames: Sequence[memoryview]) -> WireRecords:
+    def _parse(self, head: Head, body: Message) -> WireRecords:
         bare = self.operation is Operation.PUT
-        return protocol.parse_records(head, frames, self.ids, self.cache, bare=bare)
+        return protocol.parse_records(head, body, self.ids, self.cache, bare=bare)
 
     def _verified(self, records: WireRecords) -> WireRecords:
         """The sound ones of these records: nothing else ever reaches the caller."""
@@ -199,11 +199,11 @@ class Peer:
         return self._sent(request, lambda number: protocol.clear(number, cache, word))
 
     def put(self, cache: CacheIdentity, ids: Longs, records: WireRecords) -> PendingRequest:
-        """Send records of these samples, ``protocol.LARGEST`` bytes at most; never waits."""
+        """Send records of these samples, of as many bytes as :func:`protocol.put` allows; never waits."""
         request = PendingRequest(self, cache, ids, Operation.PUT)
         return self._sent(request, lambda number: protocol.put(number, cache, ids, records))
 
-    def _sent(self, request: PendingRequest, frames: Callable[[int], list[Any]]) -> PendingRequest:
+    def _sent(self, request: PendingRequest, parts: Callable[[int], list[Any]]) -> PendingRequest:
         """The request, sent if that is possible, and lost otherwise."""
         if self._pid != os.getpid():
             self._leave_to_parent()
@@ -220,17 +220,17 @@ class Peer:
             return request
         number = self._number = (self._number + 1) % (1 << 64)
         self._open[number] = request
-        self._send_frames(frames(number))
+        self._send(parts(number))
         return request
 
-    def _send_frames(self, frames: list[Any]) -> None:
+    def _send(self, parts: list[Any]) -> None:
         if self._unsent is not None:
-            self._unsent.append(frames)
+            self._unsent.append(parts)
             return
-        if self._sealing is not None:
-            frames = self._sealing.seal(frames)
+        run = joined(parts)
+        message = run[SEAL:] if self._sealing is None else self._sealing.seal(run)
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            self._socket.send(message, zmq.NOBLOCK)
         except zmq.Again:
             self.fail("takes no more requests")
 
@@ -244,23 +244,21 @@ class Peer:
             self._unsent = []
         self._socket.connect(self.endpoint)
         if keys is not None:
-            self._socket.send_multipart(protocol.key(self._number), zmq.NOBLOCK)
+            self._socket.send(b"".join(protocol.key(self._number)), zmq.NOBLOCK)
 
     def _open_socket(self, endpoint: str) -> None:
         self._socket = open_socket(self.connections.context(), zmq.DEALER, endpoint)
         self._events = self._socket.get_monitor_socket(sum(_ENDS))
 
-    def _connect_for_records(self, frames: Sequence[memoryview]) -> None:
+    def _connect_for_records(self, message: Message) -> None:
         """Take credentials, connect with them, and send what was asked for meanwhile.
 
         Raises:
-            Malformed: the frames are not credentials.
+            Malformed: there are none in the message.
         """
-        head = protocol.parse_head(frames, answers=True)
+        _, body = protocol.parse_head(message, answers=True)
         try:
-            if head.status is not Status.OK or len(frames) != 2:
-                raise Unsealable
-            credentials = Credentials.parse(frames[1])
+            credentials = Credentials.parse(body)
         except Unsealable:
             raise Malformed("has not sent the credentials that it was asked for") from None
         self._close_sockets()
@@ -272,7 +270,7 @@ class Peer:
         unsent, self._unsent = self._unsent or [], None
         for each in unsent:
             if self._socket is not None:  # it is closed where one cannot be sent
-                self._send_frames(each)
+                self._send(each)
 
     def poll(self, timeout: float) -> None:
         """Receive the answers that have arrived; wait up to ``timeout`` seconds if there are none."""
@@ -284,23 +282,21 @@ class Peer:
         ready = dict(poller.poll(math.ceil(timeout * 1000)))
         while self._socket is not None and self._socket in ready:  # it is another one with credentials
             try:
-                self._receive(
-                    [frame.buffer for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)]
-                )
+                self._receive(self._socket.recv_multipart(zmq.NOBLOCK, copy=False)[0].buffer)
             except zmq.Again:
                 break
         if self._socket is not None and self._events in ready:
             event = parse_monitor_message(self._events.recv_multipart())
             self.fail(_ENDS[event["event"]])
 
-    def _receive(self, frames: Sequence[memoryview]) -> None:
+    def _receive(self, message: memoryview) -> None:
         try:
             if self._unsent is not None:
-                self._connect_for_records(frames)
+                self._connect_for_records(message)
                 return
             if self._sealing is not None:
-                frames = self._sealing.open(frames)
-            head = protocol.parse_head(frames, answers=True)
+                message = self._sealing.open(message)
+            head, body = protocol.parse_head(message, answers=True)
         except (Malformed, OSError, zmq.ZMQError) as error:
             self.fail(str(error))
             return
@@ -311,7 +307,7 @@ class Peer:
         if request is None or request.is_lost:
             self.traffic.late += 1
             return
-        request.head, request.frames = head, frames
+        request.head, request.body = head, body
 
     def fail(self, why: str) -> None:
         """Note that the peer fails, warn of it once, and leave it alone for a while.

@@ -1,7 +1,7 @@
 """The messages between machines, byte by byte, and nothing that sends them.
 
-A message is a list of frames. All integers are little-endian, and every frame's length follows from what
-was read before it: what has another length is refused with a reason. ::
+A message is one run of bytes. All integers are little-endian, and the length of each part follows from what
+was read before it: a message of another length is refused with a reason. ::
 
     get        header | ids                                     sample ids, i64 each
     claim      the same; the client will read and send the absent samples
@@ -28,11 +28,16 @@ was read before it: what has another length is refused with a reason. ::
 
 A *row* is a record's row as it lies in the sender's segment (:mod:`hotset.store.format`), header and checksum
 included; a *tail* its run of 256-byte lines. Rows of present records lie side by side in the order of the
-ids, and so do the tails. A row's head says at which line its tail begins **in the sender's segment**: a store
-that stores the record elsewhere writes its own line there, and a new checksum.
+ids, and so do the tails, which begin at a multiple of 64 bytes after the first row: zeros fill the bytes
+between. A row's head says at which line its tail begins **in the sender's segment**: a store that stores the
+record elsewhere writes its own line there, and a new checksum.
 
 The checksum travels with each record and covers the sample id, so that a record sent for another sample
 is found like a damaged one. It does not protect against forgery; keys do.
+
+ZeroMQ sends a message as one frame. (Of several frames, libzmq 4.3.5 ends the whole process if a connection
+is closed at both ends with some of them sent, as where all ranks end together: its issue 3442.) What earlier
+versions sent begins with a frame that is the header, so it is enough to look at the first one.
 
 *Clears* is how often the cluster had cleared the cache, as the client knew when it began what it asks for. A
 machine that has cleared it less often does so before it answers, and one that has cleared it more often takes
@@ -44,7 +49,7 @@ The first 24 bytes stay what they are in every version, so that a sentence can n
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -52,11 +57,12 @@ import numpy as np
 
 from hotset.cluster.wire_records import ABSENT, FULL, PENDING, TRUNCATED, CacheIdentity, Longs, WireRecords
 from hotset.errors import ArgumentError
-from hotset.store.format import GENERATION_MASK, LINE, TAIL_COUNT_MASK
+from hotset.store.format import GENERATION_MASK, TAIL_COUNT_MASK
 from hotset.store.record_batch import RecordBatch
 
 __all__ = [
     "LARGEST",
+    "LONGEST",
     "MOST",
     "Head",
     "Malformed",
@@ -73,24 +79,27 @@ __all__ = [
     "parse_words",
     "parts",
     "put",
+    "records_at",
     "refusal",
     "refusal_of",
     "words_answer",
 ]
 
-Frame = memoryview | bytes
+Message = memoryview | bytes
 
 MAGIC = b"hotpeer\x1a"
-VERSION = 3
-# Samples of one message, and bytes of one frame.
-MOST = 1 << 16
-LARGEST = 64 << 20
+VERSION = 4
 _MOST_CLEARS = 1 << 32
 
 _HEADER = struct.Struct("<8sHBBIQ16s16sQ")
 _ANSWERS = 0x80
 _STATE_SHIFT = 30
-_ENTRY = 8
+_WORD = _ENTRY = 8
+
+# Samples of one message; bytes of its rows, and of its tails; bytes of all of it.
+MOST = 1 << 16
+LARGEST = 64 << 20
+LONGEST = _HEADER.size + MOST * (_WORD + _ENTRY) + 2 * LARGEST
 
 
 class Malformed(ValueError):
@@ -136,7 +145,7 @@ class Head(NamedTuple):
     clears: int = 0
 
 
-# ---- writing -------------------------------------------------------------------------------------------
+# ---- writing: messages in parts, to be joined ----------------------------------------------------------
 
 
 def parts(cache: CacheIdentity, ids: Longs) -> Iterator[Longs]:
@@ -147,7 +156,7 @@ def parts(cache: CacheIdentity, ids: Longs) -> Iterator[Longs]:
 
 
 def get(number: int, cache: CacheIdentity, ids: Longs, operation: Operation = Operation.GET) -> list[Any]:
-    """Frames that ask for these samples' records; see :class:`Operation`.
+    """Ask for these samples' records; see :class:`Operation`.
 
     Raises:
         ArgumentError: for more than ``MOST`` of them.
@@ -157,44 +166,49 @@ def get(number: int, cache: CacheIdentity, ids: Longs, operation: Operation = Op
 
 
 def put(number: int, cache: CacheIdentity, ids: Longs, records: WireRecords) -> list[Any]:
-    """Frames that send these samples' records.
+    """Send these samples' records.
 
     Raises:
-        ArgumentError: more than ``MOST`` of them, or of ``LARGEST`` bytes.
+        ArgumentError: more than ``MOST`` of them, or rows or tails of more than ``LARGEST`` bytes.
     """
     _fit(ids, max(records.batch.rows.nbytes, records.batch.tails.nbytes))
-    return [_header(Operation.PUT, 0, len(ids), number, cache), _little(ids), *_frames(records)]
+    header = _header(Operation.PUT, 0, len(ids), number, cache)
+    return [header, _little(ids), _entries(records), *records.batch.parts]
 
 
 def clear(number: int, cache: CacheIdentity, said: Longs) -> list[Any]:
-    """Frames that have a cache cleared; ``said`` is one word, see the module's table."""
+    """Have a cache cleared; ``said`` is one word, see the module's table."""
     return [_header(Operation.CLEAR, 0, len(said), number, cache), _little(said)]
 
 
 def key(number: int) -> list[Any]:
-    """The one frame that asks for the credentials of a connection."""
+    """Ask for the credentials of a connection."""
     return [_HEADER.pack(MAGIC, VERSION, Operation.KEY, 0, 0, number, bytes(16), bytes(16), 0)]
 
 
 def key_answer(head: Head, said: bytes) -> list[Any]:
-    """Frames that give the credentials of a connection."""
+    """Give the credentials of a connection."""
     return [*refusal(head, Status.OK), said]
 
 
 def words_answer(head: Head, cache: CacheIdentity, said: Longs) -> list[Any]:
-    """Frames that answer a clear, with the word that it said."""
+    """Answer a clear, with the word that it said."""
     return [_header(head.operation | _ANSWERS, 0, len(said), head.number, cache), _little(said)]
 
 
 def answer(head: Head, cache: CacheIdentity, records: WireRecords) -> list[Any]:
-    """Frames that answer a request; of a put, ``records`` says what was taken, and has no rows."""
+    """Answer a request; of a put, ``records`` says what was taken, and has no rows."""
     header = _header(head.operation | _ANSWERS, 0, head.samples, head.number, cache)
-    frames = _frames(records)
-    return [header, *(frames[:1] if head.operation is Operation.PUT else frames)]
+    return [header, _entries(records), *records.batch.parts]
+
+
+def records_at(samples: int) -> int:
+    """At which byte of an answer about so many samples the rows begin."""
+    return _HEADER.size + samples * _ENTRY
 
 
 def refusal(head: Head, status: Status) -> list[Any]:
-    """The one frame that refuses a request."""
+    """Refuse a request."""
     said = (MAGIC, VERSION, head.operation | _ANSWERS, status, 0, head.number, head.fingerprint, head.layout)
     return [_HEADER.pack(*said, 0)]
 
@@ -202,8 +216,8 @@ def refusal(head: Head, status: Status) -> list[Any]:
 def _fit(ids: Longs, size: int = 0) -> None:
     if len(ids) > MOST or size > LARGEST:
         raise ArgumentError(
-            f"one message must have at most {MOST:,} samples and frames of at most {LARGEST:,} bytes, got "
-            f"{len(ids):,} samples and a frame of {size:,} bytes; divide it into several messages."
+            f"one message must have at most {MOST:,} samples, and {LARGEST:,} bytes of rows or of tails, got "
+            f"{len(ids):,} samples and {size:,} bytes; divide it into several messages."
         )
 
 
@@ -217,7 +231,7 @@ def _little(values: Longs) -> memoryview:
     return np.ascontiguousarray(values, "<i8").view(np.uint8).data
 
 
-def _frames(records: WireRecords) -> list[Any]:
+def _entries(records: WireRecords) -> bytes:
     entries = np.zeros((len(records.generations), 2), "<u4")
     present, batch = records.present, records.batch
     entries[present, 0] = records.generations[present] | 1 << _STATE_SHIFT
@@ -225,21 +239,22 @@ def _frames(records: WireRecords) -> list[Any]:
         entries[records.generations == generation, 0] = word
     if len(batch.ids):
         entries[present, 1] = batch.lines
-    return [memoryview(entries.tobytes()), batch.rows.reshape(-1).data, batch.tails.reshape(-1).data]
+    return entries.tobytes()
 
 
 # ---- reading: nothing is believed ----------------------------------------------------------------------
 
 
-def parse_head(frames: Sequence[Frame], *, answers: bool) -> Head:
-    """Read the header of a request, or of what answers one.
+def parse_head(message: Message, *, answers: bool) -> tuple[Head, Message]:
+    """Read the header of a request, or of what answers one; returns what follows it, too.
 
     Raises:
         Malformed: it is not a header.
     """
-    if not frames or len(frames[0]) != _HEADER.size or frames[0][: len(MAGIC)] != MAGIC:
+    if len(message) < _HEADER.size or message[: len(MAGIC)] != MAGIC:
         raise Malformed("has sent something that is not a message of hotset's")
-    _, version, operation, status, count, number, fingerprint, layout, clears = _HEADER.unpack(frames[0])
+    said = _HEADER.unpack_from(message)
+    _, version, operation, status, count, number, fingerprint, layout, clears = said
     if version != VERSION:
         raise Malformed(
             f"uses version {version} of hotset's messages, and this process uses version {VERSION}; "
@@ -254,53 +269,56 @@ def parse_head(frames: Sequence[Frame], *, answers: bool) -> Head:
     if clears > (0 if answers else _MOST_CLEARS):
         raise Malformed(f"has sent a header that tells of {clears:,} clears")
     operation = Operation(operation & ~_ANSWERS)
-    return Head(operation, Status(status), count, number, fingerprint, layout, clears)
+    head = Head(operation, Status(status), count, number, fingerprint, layout, clears)
+    return head, message[_HEADER.size :]
 
 
-def parse_ids(head: Head, frame: Frame, cache: CacheIdentity) -> Longs:
-    """Read sample ids.
+def parse_ids(head: Head, body: Message, cache: CacheIdentity) -> tuple[Longs, Message]:
+    """Read the sample ids of a request; returns what follows them, too: nothing, unless it is a put.
 
     Raises:
         Malformed: they are not ``head.samples``, or not samples of this cache.
     """
-    if len(frame) != head.samples * 8:
-        raise Malformed(f"has sent {len(frame) / 8:g} sample ids, where its header says {head.samples}")
-    ids = np.frombuffer(frame, "<i8")
+    size = head.samples * _WORD
+    rest = body[size:]
+    if len(body) < size or (len(rest) and head.operation is not Operation.PUT):
+        raise Malformed(f"has sent {len(body) / _WORD:g} sample ids, where its header says {head.samples}")
+    ids = np.frombuffer(body[:size], "<i8")
     if head.samples and (int(ids.min()) < 0 or int(ids.max()) >= cache.samples):
         raise Malformed(f"has sent a sample id outside this cache, which has {cache.samples:,} samples")
-    return ids
+    return ids, rest
 
 
-def parse_words(head: Head, frames: Sequence[Frame]) -> Longs:
-    """Read a message that is nothing but words; ``frames`` come after the header.
+def parse_words(head: Head, body: Message) -> Longs:
+    """Read what follows the header of a message that is nothing but words.
 
     Raises:
         Malformed: they are not ``head.samples``.
     """
-    if len(frames) != 1 or len(frames[0]) != head.samples * 8:
+    if len(body) != head.samples * _WORD:
         raise Malformed(f"has sent a message without the {head.samples} words that its header says")
-    return np.frombuffer(frames[0], "<i8")
+    return np.frombuffer(body, "<i8")
 
 
 def parse_records(
-    head: Head, frames: Sequence[Frame], ids: Longs, cache: CacheIdentity, *, bare: bool = False
+    head: Head, said: Message, ids: Longs, cache: CacheIdentity, *, bare: bool = False
 ) -> WireRecords:
-    """Read entries, rows and tails; views of the frames, to be verified (:meth:`WireRecords.verified`).
+    """Read entries, rows and tails; views of the message, to be verified (:meth:`WireRecords.verified`).
 
     Args:
-        frames: its last three; of a put's answer, its last one.
+        said: the message, from its entries on.
         ids: of the samples that it is about, ``head.samples``.
         cache: whose records they are.
-        bare: whether they are a put's answer, which has neither rows nor tails.
+        bare: whether it is a put's answer, which has neither rows nor tails.
 
     Raises:
-        Malformed: a frame is missing, or has another length than the entries say.
+        Malformed: it has not as many entries as its header says, or another length than these say.
     """
-    if len(frames) != (1 if bare else 3):
-        raise Malformed(f"has sent {len(frames)} frames of records instead of {1 if bare else 3}")
-    if len(frames[0]) != head.samples * _ENTRY:
-        raise Malformed(f"has sent {len(frames[0]) / _ENTRY:g} entries, where its header says {head.samples}")
-    entries = np.frombuffer(frames[0], "<u4").reshape(head.samples, 2).astype(np.int64)
+    size = head.samples * _ENTRY
+    rest = said[size:]
+    if len(said) < size or (bare and len(rest)):
+        raise Malformed(f"has sent {len(said) / _ENTRY:g} entries, where its header says {head.samples}")
+    entries = np.frombuffer(said[:size], "<u4").reshape(head.samples, 2).astype(np.int64)
     states, lines = entries[:, 0] >> _STATE_SHIFT, entries[:, 1]
     generations = entries[:, 0] & ((1 << _STATE_SHIFT) - 1)
     present = states == 1
@@ -312,19 +330,19 @@ def parse_records(
     generations = np.where(present, generations, np.array([ABSENT, 0, TRUNCATED, PENDING])[states] + full)
     if bare:
         return WireRecords.none(0, cache.stride)._replace(generations=generations)
-    lines = lines[present]
-    count, total = len(lines), int(lines.sum())
-    for frame, size, what in ((frames[1], count * cache.stride, "rows"), (frames[2], total * LINE, "tails")):
-        if len(frame) != size:
-            raise Malformed(f"has sent {len(frame):,} bytes of {what}, where its entries say {size:,}")
-    rows = np.frombuffer(frames[1], np.uint8).reshape(count, cache.stride)
-    tails = np.frombuffer(frames[2], np.uint8).reshape(total, LINE)
-    return WireRecords(generations, RecordBatch(ids[present], lines, rows, tails))
+
+    def of_size(size: int) -> Message:
+        if len(rest) != size:
+            raise Malformed(f"has sent {len(rest):,} bytes of records, where its entries say {size:,}")
+        return rest
+
+    batch = RecordBatch.new(of_size, ids[present], cache.stride, lines[present])
+    return WireRecords(generations, batch._replace(block=None))
 
 
-def refusal_of(frames: Sequence[Frame]) -> list[Any] | None:
-    """The frame that refuses a message which was malformed; None where it has not even a header's size."""
-    if not frames or len(frames[0]) != _HEADER.size:
+def refusal_of(message: Message) -> list[Any] | None:
+    """Refuse a message that was malformed; None where it has not even a header's size."""
+    if len(message) < _HEADER.size:
         return None
-    *_, number, fingerprint, layout, _ = _HEADER.unpack(frames[0])
+    *_, number, fingerprint, layout, _ = _HEADER.unpack_from(message)
     return refusal(Head(Operation.GET, Status.OK, 0, number, fingerprint, layout), Status.MALFORMED)

@@ -10,13 +10,15 @@ that key::
            ──PLAIN──> connection, password      a connection of strangers ends here
            ══AES-GCM══ requests and answers
 
-    a sealed message   seal | frames, encrypted as one stream
+    a sealed message   seal | message, encrypted
     seal               +0 connection 16 B | +16 count u64 | +24 tag 16 B
+
+A message is sealed and opened where it lies: room for its seal is left in front of it.
 
 Each connection has a key of its own, which is never stored: an attacker who records the messages cannot read
 them later with the keys of the machines. The nonce is made of direction and count, so none comes twice under
-one key. The tag covers the lengths of the frames too. A message that was changed, cut short, put together
-otherwise, or sent again does not open, as each message must have a higher count than the one before.
+one key. A message that was changed, cut short, or sent again does not open, as each message must have a
+higher count than the one before.
 """
 
 from __future__ import annotations
@@ -28,18 +30,19 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-__all__ = ["Credentials", "GivenKeys", "Sealing", "Unsealable"]
+__all__ = ["SEAL", "Credentials", "GivenKeys", "Sealing", "Unsealable", "joined"]
 
 _SEAL = struct.Struct("<16sQ16s")
+SEAL = _SEAL.size
 _CREDENTIALS = struct.Struct("<16s16s32sH")
 _ASKS, _ANSWERS = b"ask ", b"tell"
 # Connections whose keys a server remembers: more than it has descriptors for.
 _MOST = 1 << 14
-
-Frame = bytes | memoryview
 
 
 class Unsealable(ValueError):
@@ -71,7 +74,7 @@ class Credentials(NamedTuple):
         return _CREDENTIALS.pack(*self)
 
     @classmethod
-    def parse(cls, said: Frame) -> Credentials:
+    def parse(cls, said: bytes | memoryview) -> Credentials:
         """Read credentials that a server has sent.
 
         Raises:
@@ -86,16 +89,34 @@ class Credentials(NamedTuple):
         return f"Credentials({self.connection.hex()})"
 
 
+def joined(parts: Sequence[Any], memory: npt.NDArray[np.uint8] | None = None) -> memoryview:
+    """Lay the parts of a message side by side, behind room for its seal.
+
+    Args:
+        parts: buffers of bytes.
+        memory: to lay them out in, in place of new memory. A part may lie in it where it belongs, and is not
+            copied then.
+    """
+    size = SEAL + sum(map(len, parts))
+    run = np.empty(size, np.uint8) if memory is None else memory[:size]
+    at = SEAL
+    for part in parts:
+        run[at : at + len(part)] = np.frombuffer(part, np.uint8)
+        at += len(part)
+    return run.data
+
+
 class Sealing:
     """One end of a connection, the server's if it ``serves``. Used by one thread at a time.
 
     Example:
         >>> given = Credentials.new(port=1)
         >>> client, server = Sealing(given, serves=False), Sealing(given, serves=True)
-        >>> sealed = client.seal([b"header", b"ids"])
-        >>> [bytes(frame) for frame in server.open(sealed)]
-        [b'header', b'ids']
-        >>> server.open(sealed)  # once more
+        >>> sealed = client.seal(joined([b"header", b"ids"]))
+        >>> again = sealed.tobytes()
+        >>> bytes(server.open(sealed))
+        b'headerids'
+        >>> server.open(memoryview(bytearray(again)))  # once more
         Traceback (most recent call last):
             ...
         hotset.cluster.sealing.Unsealable
@@ -107,37 +128,37 @@ class Sealing:
         self._out, self._in = (_ANSWERS, _ASKS) if serves else (_ASKS, _ANSWERS)
         self._sent = self._received = 0
 
-    def seal(self, frames: Sequence[Frame], *, overwrite: bool = False) -> list[Frame]:
-        """Encrypt a message; with ``overwrite``, frames that can be written to where they lie."""
+    def seal(self, run: memoryview) -> memoryview:
+        """Encrypt a message that lies behind room for its seal, as :func:`joined` lays it out."""
         self._sent += 1
+        message = run[SEAL:]
         cipher = Cipher(self._key, modes.GCM(_nonce(self._out, self._sent))).encryptor()
-        cipher.authenticate_additional_data(_lengths(frames))
-        sealed = [_passed(cipher, frame, overwrite) for frame in frames]
+        cipher.update_into(message, message)
         cipher.finalize()
-        return [_SEAL.pack(self._connection, self._sent, cipher.tag), *sealed]
+        _SEAL.pack_into(run, 0, self._connection, self._sent, cipher.tag)
+        return run
 
-    def open(self, sealed: Sequence[Frame]) -> list[memoryview]:
-        """Decrypt a message, its seal first; frames that can be written to are decrypted where they lie.
+    def open(self, sealed: memoryview) -> memoryview:
+        """Decrypt a message where it lies. ZeroMQ's received frames can be written to.
 
-        ZeroMQ's received frames can be. (Into memory beside them, they are given back at once, and the next
-        ones' pages have to be taken anew: a third of the time.)
+        (Decrypted into memory beside them, they are given back at once, and the next ones' pages have to be
+        taken anew: a third of the time.)
 
         Raises:
             Unsealable: it is not what the other end has sealed next, or later.
         """
-        _, count, tag = _parts(sealed)
+        _, count, tag = _seal_of(sealed)
         if count <= self._received:
             raise Unsealable
-        frames = sealed[1:]
+        message = sealed[SEAL:]
         cipher = Cipher(self._key, modes.GCM(_nonce(self._in, count), tag)).decryptor()
-        cipher.authenticate_additional_data(_lengths(frames))
-        opened = [memoryview(_passed(cipher, frame, overwrite=True)).toreadonly() for frame in frames]
+        cipher.update_into(message, message)
         try:
             cipher.finalize()
         except InvalidTag:
             raise Unsealable from None
         self._received = count
-        return opened
+        return message.toreadonly()
 
 
 class GivenKeys:
@@ -159,37 +180,24 @@ class GivenKeys:
         known = self._given.get(connection)
         return known is not None and hmac.compare_digest(known[0].password, password)
 
-    def of(self, sealed: Sequence[Frame]) -> Sealing:
+    def of(self, sealed: memoryview) -> Sealing:
         """The sealing of the connection that a message names.
 
         Raises:
             Unsealable: it names none.
         """
-        connection = _parts(sealed)[0]
+        connection = _seal_of(sealed)[0]
         if connection not in self._given:
             raise Unsealable
         self._given.move_to_end(connection)
         return self._given[connection][1]
 
 
-def _parts(sealed: Sequence[Frame]) -> tuple[bytes, int, bytes]:
-    if not sealed or len(sealed[0]) != _SEAL.size:
+def _seal_of(sealed: memoryview) -> tuple[bytes, int, bytes]:
+    if len(sealed) < SEAL:
         raise Unsealable
-    return _SEAL.unpack(sealed[0])
-
-
-def _passed(cipher: Any, frame: Frame, overwrite: bool) -> Frame:
-    """A frame, encrypted or decrypted."""
-    if overwrite and isinstance(frame, memoryview) and not frame.readonly and len(frame):
-        cipher.update_into(frame, frame)
-        return frame
-    passed: bytes = cipher.update(frame)
-    return passed
+    return _SEAL.unpack_from(sealed)
 
 
 def _nonce(direction: bytes, count: int) -> bytes:
     return direction + count.to_bytes(8, "little")
-
-
-def _lengths(frames: Sequence[Frame]) -> bytes:
-    return struct.pack(f"<{len(frames)}Q", *map(len, frames))

@@ -2,15 +2,16 @@
 
 ::
 
-    ROUTER ──> opened ──> frames parsed ──> waiting ──> a buffer is free ──> records copied into it, sealed
+    ROUTER ──> opened ──> header parsed ──> waiting ──> a buffer is free ──> records copied into it, sealed
                   │            │               │                             there, and sent from it;
                   └─ dropped   └─ refused      └─ more than 16 of one        tracker done: free again
                                                   client: refused, as busy
     ROUTER, CURVE ──> credentials for the other one (:mod:`hotset.cluster.sealing`)
 
-A record is copied once, side by side with the others, as the store's memory may be used again; what ZeroMQ
-sends lies in that copy until a tracker says that it has left. (Sending each record from where it lies would
-take a frame each, and would keep a window from using those rows again.)
+A record is copied once, as the store's memory may be used again: to where it belongs in the answer, behind
+room for seal, header and entries. ZeroMQ sends the answer from there, until a tracker says that it has left.
+(Sending each record from where it lies would take a frame each, and would keep a window from using those rows
+again.)
 
 Everything has a bound: samples and bytes of a message, requests that wait, and buffers. One client may have
 two buffers at a time, so a client that stopped reading does not block the others; it is cut off when its
@@ -29,7 +30,7 @@ import contextlib
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,8 +39,8 @@ import zmq
 
 from hotset.cluster import protocol
 from hotset.cluster.membership import Keys
-from hotset.cluster.protocol import LARGEST, Head, Malformed, Operation, Status
-from hotset.cluster.sealing import GivenKeys, Sealing, Unsealable
+from hotset.cluster.protocol import LARGEST, MOST, Head, Malformed, Operation, Status, records_at
+from hotset.cluster.sealing import SEAL, GivenKeys, Sealing, Unsealable, joined
 from hotset.cluster.sockets import (
     ZapAuthenticator,
     close,
@@ -49,7 +50,7 @@ from hotset.cluster.sockets import (
     serve_by_password,
 )
 from hotset.cluster.store_service import StoreService
-from hotset.cluster.wire_records import ABSENT, FULL, Longs, WireRecords
+from hotset.cluster.wire_records import ABSENT, FULL, Bytes, Longs, WireRecords
 
 __all__ = ["RecordServer", "ServerStats"]
 
@@ -57,8 +58,8 @@ _BUFFERS = 4
 _BUFFERS_EACH = 2
 _WAITING_EACH = 16
 _AT_ONCE = 64  # requests read in one go, between looks at which clients want to be let in
-# Bytes of a frame. Smaller ones are copied once more, which costs less than a tracker: pyzmq wakes a thread
-# of its own when the frame has left. (The default, 64 KiB, is just below 64 records of 1 KB.)
+# Bytes of an answer. Smaller ones are copied once more, which costs less than a tracker: pyzmq wakes a thread
+# of its own when the answer has left. (The default, 64 KiB, is just below 64 records of 1 KB.)
 _COPIED = 128 << 10
 _ANY_PORT = "*"
 
@@ -105,16 +106,20 @@ class _Client(NamedTuple):
 class _Request(NamedTuple):
     client: _Client
     head: Head
-    frames: Sequence[memoryview]
+    body: protocol.Message
 
 
 class _Buffer:
     """Memory that answers are sent from, one at a time. Its pages are taken as they are first used."""
 
     def __init__(self) -> None:
-        self.memory = np.empty(LARGEST, np.uint8)
+        self.memory = np.empty(SEAL + records_at(MOST) + LARGEST, np.uint8)
         self.client = b""
         self.sent: zmq.MessageTracker | None = None
+
+    def room(self, samples: int) -> Bytes:
+        """Where the records of an answer about so many samples belong."""
+        return self.memory[SEAL + records_at(samples) :][:LARGEST]
 
     @property
     def is_free(self) -> bool:
@@ -228,42 +233,41 @@ class RecordServer:
 
     def _give_key(self) -> None:
         """Give a client what it needs to connect for records."""
-        client, *frames = self._key_socket.recv_multipart()
+        client, message, *_ = self._key_socket.recv_multipart()
         answer: list[Any] | None
         try:
-            head = protocol.parse_head(frames, answers=False)
-            if head.operation is not Operation.KEY or len(frames) != 1:
+            head, body = protocol.parse_head(message, answers=False)
+            if head.operation is not Operation.KEY or body:
                 raise Malformed("has asked for something other than a key")
             answer = protocol.key_answer(head, self._given.give(self._port).packed())
         except Malformed:
             self.served.refused += 1
-            answer = protocol.refusal_of(frames)
+            answer = protocol.refusal_of(message)
         if answer is not None:
             with contextlib.suppress(zmq.ZMQError):
-                self._key_socket.send_multipart([client, *answer], zmq.NOBLOCK)
+                self._key_socket.send_multipart([client, b"".join(answer)], zmq.NOBLOCK)
 
     def _read(self) -> None:
         """Read what came, and queue it or refuse it."""
         waiting = Counter(request.client.name for request in self._waiting)
         for _ in range(_AT_ONCE):
             try:
-                name, *rest = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                name, frame, *_ = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            frames = [frame.buffer for frame in rest]
-            sealing = None
+            message, sealing = frame.buffer, None
             try:
                 if self._key_socket is not None:
-                    sealing = self._given.of(frames)
-                    frames = sealing.open(frames)
+                    sealing = self._given.of(message)
+                    message = sealing.open(message)
             except Unsealable:  # a stranger's, or sent again: no answer
                 self.served.refused += 1
                 continue
             client = _Client(name.bytes, sealing)
             try:
-                request = _Request(client, protocol.parse_head(frames, answers=False), frames[1:])
+                request = _Request(client, *protocol.parse_head(message, answers=False))
             except Malformed:
-                self._refuse(client, protocol.refusal_of(frames))
+                self._refuse(client, protocol.refusal_of(message))
                 continue
             waiting[client.name] += 1
             if waiting[client.name] > _WAITING_EACH:
@@ -283,8 +287,8 @@ class RecordServer:
             if buffer is None:
                 self._waiting.append(request)
                 continue
-            frames = self._frames(request, buffer)
-            buffer.client, buffer.sent = request.client.name, self._send(request.client, frames)
+            parts = self._parts(request, buffer)
+            buffer.client, buffer.sent = request.client.name, self._send(request.client, parts, buffer.memory)
 
     def _buffer(self, client: bytes) -> _Buffer | None:
         """A buffer for this client; None if it has enough, or none is free.
@@ -303,17 +307,17 @@ class RecordServer:
         self._buffers.append(_Buffer())
         return self._buffers[-1]
 
-    def _frames(self, request: _Request, buffer: _Buffer) -> list[Any]:
-        """The answer to one request."""
+    def _parts(self, request: _Request, buffer: _Buffer) -> list[Any]:
+        """The answer to one request, or its refusal."""
         head = request.head
         service = self._services.get(head.fingerprint)
         if service is None or service.cache.layout != head.layout:
             self.served.refused += 1
             return protocol.refusal(head, Status.UNKNOWN if service is None else Status.LAYOUT)
         try:
-            frames = self._frames_of(service, request, buffer)
+            parts = self._parts_of(service, request, buffer)
             self.served.requests += 1
-            return frames
+            return parts
         except Malformed:
             status = Status.MALFORMED
         except _Busy:
@@ -324,28 +328,27 @@ class RecordServer:
         self.served.refused += 1
         return protocol.refusal(head, status)
 
-    def _frames_of(self, service: StoreService, request: _Request, buffer: _Buffer) -> list[Any]:
+    def _parts_of(self, service: StoreService, request: _Request, buffer: _Buffer) -> list[Any]:
         head = request.head
         if head.operation is Operation.KEY:
             raise Malformed("has asked for a key on a connection for records")
         if head.operation is Operation.CLEAR:
-            said = _cleared(service, protocol.parse_words(head, request.frames))
+            said = _cleared(service, protocol.parse_words(head, request.body))
             return protocol.words_answer(head, service.cache, said)
         return protocol.answer(head, service.cache, self._records(service, request, buffer))
 
     def _records(self, service: StoreService, request: _Request, buffer: _Buffer) -> WireRecords:
-        head, frames, cache = request.head, request.frames, service.cache
-        if len(frames) != (4 if head.operation is Operation.PUT else 1):
-            raise Malformed(f"has sent {len(frames)} frames after its header")
-        ids = protocol.parse_ids(head, frames[0], cache)
+        head, cache = request.head, service.cache
+        ids, rest = protocol.parse_ids(head, request.body, cache)
         if head.clears > service.clears and not service.clear(head.clears):
             raise _Busy
         if head.operation is not Operation.PUT:
-            records = service.take(ids, buffer.memory, claim=head.operation is Operation.CLAIM)
+            room = buffer.room(len(ids))
+            records = service.take(ids, room, claim=head.operation is Operation.CLAIM)
             self.served.records += len(records.batch.ids)
             self.served.bytes += records.batch.rows.nbytes + records.batch.tails.nbytes
             return records
-        sent = protocol.parse_records(head, frames[1:], ids, cache)
+        sent = protocol.parse_records(head, rest, ids, cache)
         good = sent.verified()
         self.served.unsound += len(sent.batch.ids) - len(good.batch.ids)
         there = service.put(ids, good, head.clears)
@@ -354,30 +357,30 @@ class RecordServer:
         missing = np.where(good.present, FULL, ABSENT)
         return WireRecords.none(0, cache.stride)._replace(generations=np.where(there, 0, missing))
 
-    def _refuse(self, client: _Client, frames: list[Any] | None) -> None:
+    def _refuse(self, client: _Client, parts: list[Any] | None) -> None:
         self.served.refused += 1
-        if frames is not None:
-            self._send(client, frames)
+        if parts is not None:
+            self._send(client, parts)
 
-    def _send(self, client: _Client, frames: list[Any]) -> zmq.MessageTracker | None:
+    def _send(
+        self, client: _Client, parts: list[Any], memory: Bytes | None = None
+    ) -> zmq.MessageTracker | None:
         """Send an answer, or drop it if the client does not read; returns a tracker of the sending.
 
-        Records are sealed where they lie: in a buffer, or in memory of their own.
+        Args:
+            parts: of the answer.
+            memory: to send it from, which parts of it may lie in; new memory if not given.
         """
-        if client.sealing is not None:
-            frames = client.sealing.seal(frames, overwrite=True)
-        frames = [client.name, *frames]
-        with contextlib.suppress(zmq.ZMQError):
-            # One by one: of many parts sent at once, pyzmq tracks the last one alone.
-            more = [zmq.SNDMORE] * (len(frames) - 1) + [0]
-            return zmq.MessageTracker(
-                *(
-                    self._socket.send(frame, zmq.NOBLOCK | flag, copy=False, track=True)
-                    for frame, flag in zip(frames, more, strict=True)
-                )
+        run = joined(parts, memory)
+        message = run[SEAL:] if client.sealing is None else client.sealing.seal(run)
+        try:
+            sent: zmq.MessageTracker = self._socket.send_multipart(
+                [client.name, message], zmq.NOBLOCK, copy=False, track=True
             )
-        self.served.dropped += 1
-        return None
+            return sent
+        except zmq.ZMQError:
+            self.served.dropped += 1
+            return None
 
 
 def _cleared(service: StoreService, words: Longs) -> Longs:

@@ -11,10 +11,6 @@ https://rfc.zeromq.org/spec/27/); the serving thread answers there.
 
 Heartbeats bound what the dead and the stopped hold: a connection that is silent for `SILENCE` is closed, and
 what was waiting to be sent over it is freed.
-
-A closed socket goes on sending for a tenth of a second at most. Closed at once, with a message of several
-frames half sent, libzmq (4.3.5, its issue 3442) ends the whole process if the other end closes the connection
-at that moment, as it does where all ranks end together.
 """
 
 from __future__ import annotations
@@ -27,8 +23,8 @@ import zmq
 from zmq.utils import z85
 
 from hotset.cluster.membership import Keys
-from hotset.cluster.protocol import LARGEST
-from hotset.cluster.sealing import Credentials
+from hotset.cluster.protocol import LONGEST
+from hotset.cluster.sealing import SEAL, Credentials
 
 __all__ = [
     "SILENCE",
@@ -49,12 +45,11 @@ SILENCE = 1500
 SPARE = 32
 _HEARTBEAT = 500
 _HANDSHAKE = 2000
-_LINGER = 100
 _ZAP = "inproc://zeromq.zap.01"
 
 
 def open_socket(context: zmq.Context[Any], kind: int, address: str) -> Any:
-    """Make a socket that closes soon, and takes no frame over ``LARGEST``.
+    """Make a socket that closes at once, and takes nothing that is larger than a sealed message.
 
     Args:
         context: of this process.
@@ -62,8 +57,8 @@ def open_socket(context: zmq.Context[Any], kind: int, address: str) -> Any:
         address: decides between IPv4 and IPv6.
     """
     socket: Any = context.socket(kind)
-    socket.linger = _LINGER
-    socket.maxmsgsize = LARGEST
+    socket.linger = 0
+    socket.maxmsgsize = SEAL + LONGEST
     socket.heartbeat_ivl = _HEARTBEAT
     socket.heartbeat_timeout = SILENCE
     socket.handshake_ivl = _HANDSHAKE
@@ -119,9 +114,9 @@ def require_descriptors() -> None:
 
 
 def close(context: zmq.Context[Any], *sockets: Any) -> None:
-    """Close sockets, then the context; what is not sent soon is dropped."""
+    """Close sockets, then the context; what is not sent yet is dropped."""
     for socket in sockets:
-        socket.close(_LINGER)
+        socket.close(0)
     context.term()
 
 

@@ -79,6 +79,12 @@ class RecordBatch(NamedTuple):
         return list(itertools.accumulate(sizes, initial=_aligned(self.rows.nbytes)))[:-1]
 
     @property
+    def parts(self) -> list[Any]:
+        """The bytes that :meth:`new` lays out, wherever they lie: rows, zeros in between, tails."""
+        between = bytes(_aligned(self.rows.nbytes) - self.rows.nbytes)
+        return [self.rows.reshape(-1).data, between, self.tails.reshape(-1).data]
+
+    @property
     def stamps(self) -> Words:
         """The generation and kind of each record, as its header says."""
         stamps: Words = self.rows[:, 4:8].copy().view("<u4")[:, 0].astype(np.int64)

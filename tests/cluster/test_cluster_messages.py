@@ -100,79 +100,82 @@ def test_what_is_written_is_read(plan: list[int | None], tailed: bool, number: i
     plan = plan if tailed else [0 if size and size > 0 else size for size in plan]
     ids = np.arange(len(plan), dtype=np.int64) * 3
     sent = records(cache, ids, plan)
-    for frames, answers in (
-        (protocol.get(number, cache, ids), False),
-        (protocol.put(number, cache, ids, sent), False),
-        (protocol.answer(head_of(cache, len(ids))._replace(number=number), cache, sent), True),
+    for parts, answers, brings in (
+        (protocol.get(number, cache, ids), False, False),
+        (protocol.put(number, cache, ids, sent), False, True),
+        (protocol.answer(head_of(cache, len(ids))._replace(number=number), cache, sent), True, True),
     ):
-        frames = [bytes(frame) for frame in frames]
-        head = protocol.parse_head(frames, answers=answers)
+        head, rest = protocol.parse_head(b"".join(parts), answers=answers)
         assert head.clears == (0 if answers else cache.clears)
         assert (head.number, head.samples, head.fingerprint) == (number, len(ids), cache.fingerprint)
         if not answers:
-            assert np.array_equal(protocol.parse_ids(head, frames[1], cache), ids)
-        if len(frames) >= 4:
-            found = protocol.parse_records(head, frames[-3:], ids, cache)
+            asked, rest = protocol.parse_ids(head, rest, cache)
+            assert np.array_equal(asked, ids)
+        if brings:
+            found = protocol.parse_records(head, rest, ids, cache)
             assert same(found, sent)
             there = [size is not None and size >= 0 for size in plan]
             assert sound(ids, found).tolist() == there
+        else:
+            assert not rest
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=8), st.integers(0, 2**64 - 1))
 def test_words_come_and_go(words: list[int], number: int) -> None:
-    asked = [bytes(frame) for frame in protocol.clear(number, PLAIN, numbers(*words))]
-    head = protocol.parse_head(asked, answers=False)
+    asked = b"".join(protocol.clear(number, PLAIN, numbers(*words)))
+    head, body = protocol.parse_head(asked, answers=False)
     assert (head.operation, head.number, head.samples) == (Operation.CLEAR, number, len(words))
-    assert protocol.parse_words(head, asked[1:]).tolist() == words
-    said = [bytes(frame) for frame in protocol.words_answer(head, PLAIN, numbers(*words[:1]))]
-    answer = protocol.parse_head(said, answers=True)
+    assert protocol.parse_words(head, body).tolist() == words
+    said = b"".join(protocol.words_answer(head, PLAIN, numbers(*words[:1])))
+    answer, _ = protocol.parse_head(said, answers=True)
     assert (answer.operation, answer.number, answer.samples) == (Operation.CLEAR, number, len(words[:1]))
-    for frames in (asked, [asked[0], asked[1] + b"x"], [*asked, b""]):
+    for other in (asked, bytes(body) + b"x", bytes(body)[1:] or b"x"):
         with pytest.raises(Malformed, match="words that its header says"):
-            protocol.parse_words(head, frames)
+            protocol.parse_words(head, other)
 
 
 def test_a_refusal_names_its_request_and_why() -> None:
     for status in Status:
-        (frame,) = protocol.refusal(head_of(PLAIN, 5, Operation.PUT), status)
-        head = protocol.parse_head([frame], answers=True)
+        refused = b"".join(protocol.refusal(head_of(PLAIN, 5, Operation.PUT), status))
+        head, rest = protocol.parse_head(refused, answers=True)
+        assert not rest
         assert (head.operation, head.number, head.samples, head.status) == (Operation.PUT, 77, 0, status)
         assert head.status.sentence
 
 
 def test_a_malformed_request_is_refused_under_its_number() -> None:
-    frames = [bytes(frame) for frame in protocol.get(123, PLAIN, numbers(1, 2))]
-    later = frames[0][:8] + b"\x09\x00" + frames[0][10:]
-    refused = protocol.refusal_of([later])
+    asked = b"".join(protocol.get(123, PLAIN, numbers(1, 2)))
+    later = asked[:8] + b"\x09\x00" + asked[10:]
+    refused = protocol.refusal_of(later)
     assert refused is not None
-    head = protocol.parse_head(refused, answers=True)
+    head, _ = protocol.parse_head(b"".join(refused), answers=True)
     assert (head.number, head.status) == (123, Status.MALFORMED)
-    assert protocol.refusal_of([b"short"]) is None
-    assert protocol.refusal_of([]) is None
+    assert protocol.refusal_of(b"short") is None
+    assert protocol.refusal_of(b"") is None
 
 
 # ---- nothing else is read ------------------------------------------------------------------------------
 
 
-def read_all(frames: list[bytes], cache: CacheIdentity) -> None:
+def read_all(message: bytes, cache: CacheIdentity) -> None:
     """Read a message as both ends do; only :class:`Malformed` may come of it."""
-    for answers in (False, True):
+    for answers, bare in ((False, False), (True, False), (True, True)):
         try:
-            head = protocol.parse_head(frames, answers=answers)
+            head, rest = protocol.parse_head(message, answers=answers)
             ids = np.arange(head.samples, dtype=np.int64) % cache.samples
             if not answers:
-                ids = protocol.parse_ids(head, frames[1] if len(frames) > 1 else b"", cache)
-            rest = frames[1 if answers else 2 :]
-            found = protocol.parse_records(head, rest, ids, cache, bare=len(rest) == 1)
-            if len(rest) == 3:
+                ids, rest = protocol.parse_ids(head, rest, cache)
+            found = protocol.parse_records(head, rest, ids, cache, bare=bare)
+            if not bare:
                 sound(ids, found)
         except Malformed:
             continue
 
 
-@given(st.lists(st.binary(max_size=200), max_size=5))
-def test_no_bytes_crash_the_parser(frames: list[bytes]) -> None:
-    read_all(frames, TAILED)
+@given(st.binary(max_size=500), st.booleans())
+def test_no_bytes_crash_the_parser(message: bytes, begins_well: bool) -> None:
+    header = protocol.get(1, TAILED, numbers(1, 2))[0]
+    read_all(header + message if begins_well else message, TAILED)
 
 
 @given(st.data(), st.sampled_from(["get", "put", "answer"]), st.sampled_from([PLAIN, TAILED]))
@@ -184,32 +187,32 @@ def test_nor_do_messages_that_are_almost_right(data: st.DataObject, kind: str, c
         "put": protocol.put(1, cache, ids, sent),
         "answer": protocol.answer(head_of(cache, 3), cache, sent),
     }
-    frames = [bytearray(frame) for frame in made[kind]]
+    parts = [bytearray(part) for part in made[kind]]
     for _ in range(data.draw(st.integers(1, 3))):
-        which = data.draw(st.integers(0, len(frames) - 1))
+        which = data.draw(st.integers(0, len(parts) - 1))
         act = data.draw(st.sampled_from(["flip", "cut", "grow", "drop", "double", "number"]))
-        frame = frames[which]
-        if act == "flip" and frame:
-            frame[data.draw(st.integers(0, len(frame) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-        elif act == "number" and len(frame) >= 8:
-            at = data.draw(st.integers(0, len(frame) // 4 - 1)) * 4
-            frame[at : at + 4] = data.draw(st.sampled_from([b"\xff" * 4, b"\xff\xff\xff\x7f", bytes(4)]))
+        part = parts[which]
+        if act == "flip" and part:
+            part[data.draw(st.integers(0, len(part) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        elif act == "number" and len(part) >= 8:
+            at = data.draw(st.integers(0, len(part) // 4 - 1)) * 4
+            part[at : at + 4] = data.draw(st.sampled_from([b"\xff" * 4, b"\xff\xff\xff\x7f", bytes(4)]))
         elif act == "cut":
-            del frame[data.draw(st.integers(0, len(frame))) :]
+            del part[data.draw(st.integers(0, len(part))) :]
         elif act == "grow":
-            frame += data.draw(st.binary(min_size=1, max_size=9))
-        elif act == "drop" and len(frames) > 1:
-            del frames[which]
+            part += data.draw(st.binary(min_size=1, max_size=9))
+        elif act == "drop" and len(parts) > 1:
+            del parts[which]
         elif act == "double":
-            frames.insert(which, bytearray(frame))
-    read_all([bytes(frame) for frame in frames], cache)
+            parts.insert(which, bytearray(part))
+    read_all(b"".join(parts), cache)
 
 
 @pytest.mark.parametrize(
     ("at", "value", "why"),
     [
         (0, b"nonsense", "not a message of hotset's"),
-        (8, b"\x01\x00", "version 1 .* version 3; install"),
+        (8, b"\x01\x00", "version 1 .* version 4; install"),
         (10, b"\x07", "the unknown operation 0x7"),
         (10, b"\x81", "the unknown operation 0x81"),
         (11, b"\x01", "the unknown status 1"),
@@ -218,47 +221,49 @@ def test_nor_do_messages_that_are_almost_right(data: st.DataObject, kind: str, c
     ],
 )
 def test_a_head_is_refused_with_its_reason(at: int, value: bytes, why: str) -> None:
-    header = bytearray(protocol.get(1, PLAIN, numbers(1))[0])
-    header[at : at + len(value)] = value
+    message = bytearray().join(protocol.get(1, PLAIN, numbers(1)))
+    message[at : at + len(value)] = value
     with pytest.raises(Malformed, match=why):
-        protocol.parse_head([bytes(header)], answers=False)
+        protocol.parse_head(bytes(message), answers=False)
 
 
 def test_the_body_is_refused_with_its_reason() -> None:
     ids, head = numbers(1, 2), head_of(PLAIN, 2)
-    good = [bytes(frame) for frame in protocol.answer(head, PLAIN, records(PLAIN, ids, [0, 0]))][1:]
-    with pytest.raises(Malformed, match="sent 1 sample ids, where its header says 2"):
-        protocol.parse_ids(head, bytes(8), PLAIN)
+    good = b"".join(protocol.answer(head, PLAIN, records(PLAIN, ids, [0, 0]))[1:])
+    for size, count in (8, "1"), (12, "1.5"), (24, "3"):
+        with pytest.raises(Malformed, match=f"sent {count} sample ids, where its header says 2"):
+            protocol.parse_ids(head, bytes(size), PLAIN)
     for stranger in (-1, 1000):
         with pytest.raises(Malformed, match="outside this cache, which has 1,000 samples"):
             protocol.parse_ids(head, numbers(0, stranger).tobytes(), PLAIN)
-    for frames, why in (
-        (good[:2], "sent 2 frames of records instead of 3"),
-        ([good[0][:8], *good[1:]], "sent 1 entries, where its header says 2"),
-        ([good[0], good[1][:-1], good[2]], "sent 127 bytes of rows, where its entries say 128"),
-        ([good[0], good[1], b"x"], "sent 1 bytes of tails, where its entries say 0"),
-        ([b"\x01\x00\x00\xc0" + good[0][4:], *good[1:]], "entry that is not valid"),
-        ([b"\x02\x00\x00\x00" + good[0][4:], *good[1:]], "entry that is not valid"),
-        ([b"\x00\x00\x10\x40" + good[0][4:], *good[1:]], "entry that is not valid"),
+    for said, bare, why in (
+        (good[:8], False, "sent 1 entries, where its header says 2"),
+        (good[:-1], False, "sent 127 bytes of records, where its entries say 128"),
+        (good + b"x", False, "sent 129 bytes of records, where its entries say 128"),
+        (good, True, "sent 18 entries, where its header says 2"),
+        (good[:4] + b"\x01" + good[5:], False, "sent 128 bytes of records, where its entries say 384"),
+        (b"\x01\x00\x00\xc0" + good[4:], False, "entry that is not valid"),
+        (b"\x02\x00\x00\x00" + good[4:], False, "entry that is not valid"),
+        (b"\x00\x00\x10\x40" + good[4:], False, "entry that is not valid"),
     ):
         with pytest.raises(Malformed, match=why):
-            protocol.parse_records(head, frames, ids, PLAIN)
+            protocol.parse_records(head, said, ids, PLAIN, bare=bare)
     assert len(protocol.parse_records(head, good, ids, PLAIN).batch.rows) == 2
 
 
 def test_an_absent_record_has_no_tail() -> None:
     entry = bytes(4) + b"\x01\x00\x00\x00"
     with pytest.raises(Malformed, match="with a tail for a record that has none"):
-        protocol.parse_records(head_of(TAILED, 1), [entry, b"", bytes(LINE)], numbers(1), TAILED)
+        protocol.parse_records(head_of(TAILED, 1), entry + bytes(LINE), numbers(1), TAILED)
 
 
 def test_a_header_of_more_samples_than_a_message_may_have_is_refused() -> None:
     head = bytearray(protocol.get(1, PLAIN, numbers(1))[0])
     head[12:16] = protocol.MOST.to_bytes(4, "little")
-    assert protocol.parse_head([bytes(head)], answers=False).samples == protocol.MOST
+    assert protocol.parse_head(bytes(head), answers=False)[0].samples == protocol.MOST
     head[12:16] = (protocol.MOST + 1).to_bytes(4, "little")
     with pytest.raises(Malformed, match="65,537 samples"):
-        protocol.parse_head([bytes(head)], answers=False)
+        protocol.parse_head(bytes(head), answers=False)
 
 
 def test_who_asks_for_too_much_is_told() -> None:
@@ -266,6 +271,20 @@ def test_who_asks_for_too_much_is_told() -> None:
         protocol.get(1, PLAIN, np.zeros(protocol.MOST + 1, np.int64))
     with pytest.raises(ArgumentError, match="16 bytes each"):
         CacheIdentity(b"short", bytes(16), 1, 64)
+
+
+def test_no_message_is_longer_than_the_longest() -> None:
+    """Its rows, and its tails, may be as many bytes as fit; and so many samples beside them absent."""
+    stride = protocol.LARGEST - 8
+    cache = CacheIdentity.of(b"h" * 16, samples=1 << 20, stride=stride, schema="large")
+    ids, lines = np.arange(protocol.MOST, dtype=np.int64), numbers(protocol.LARGEST // LINE)
+    rows, tails = np.zeros((1, stride), np.uint8), np.zeros((int(lines[0]), LINE), np.uint8)
+    generations = np.where(ids == 0, 0, ABSENT)
+    sent = WireRecords(generations, RecordBatch(ids[:1], lines, rows, tails))
+    assert sum(map(len, protocol.put(1, cache, ids, sent))) == protocol.LONGEST
+    more = sent.batch._replace(tails=np.zeros((int(lines[0]) + 1, LINE), np.uint8))
+    with pytest.raises(ArgumentError, match=r"rows or of tails, got .* 67,109,120 bytes"):
+        protocol.put(1, cache, ids, sent._replace(batch=more))
 
 
 # ---- soundness -----------------------------------------------------------------------------------------
