@@ -12,9 +12,12 @@ import contextlib
 import dataclasses
 import multiprocessing
 import os
+import platform
 import resource
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -1002,6 +1005,31 @@ def _close_in_the_midst() -> None:
 def test_both_ends_may_close_with_answers_half_sent() -> None:
     """Else of the ranks that end together one is aborted now and then."""
     in_child(_close_in_the_midst)
+
+
+_FAULTS = """
+import resource
+import numpy as np
+from hotset.cluster.client import Connections
+
+def faults() -> int:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    answers = [np.ones(8 << 20, np.uint8) for _ in range(4)]
+    del answers
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+Connections(None, print).context()
+print(*(faults() for _ in range(4)))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc keeps what it likes")
+def test_answers_come_to_where_others_were_before() -> None:
+    """The next pages are not taken anew from the kernel: each takes as long as to copy it does."""
+    done = subprocess.run([sys.executable, "-c", _FAULTS], capture_output=True, text=True, check=True)
+    first, *later = map(int, done.stdout.split())
+    assert first > 1000
+    assert max(later) < 100
 
 
 def test_closing_does_not_wait_for_who_does_not_answer() -> None:
