@@ -37,6 +37,7 @@ from hotset.dataset.pipeline import Source
 from hotset.dataset.plan import Plan
 from hotset.dataset.source_reader import NotingReader, SourceReader
 from hotset.dataset.stats import Stats, stats_of
+from hotset.dataset.streams.source import StreamSource
 from hotset.errors import SegmentError
 from hotset.session.job import this_job
 from hotset.store.claims import Ids
@@ -283,6 +284,12 @@ class SampleAccess:
         if store is None:
             return [], {}
         self._readers.add(threading.get_ident())
+        if isinstance(self.source.dataset, StreamSource):
+            # Lost samples. They are not stored, as this rank cannot run another rank's part, and a pass that
+            # records the stream anew gives their ids to samples of its own.
+            lost = ids[~store.present(ids)].tolist()
+            self.uncached += len(lost)
+            return [], {sample: read(sample) for sample in lost}
         if self._read_ahead:  # what has left the cache since is read once more
             self._read_ahead.difference_update(ids[store.index.missing(ids)].tolist())
         generation = store.clear_generation()

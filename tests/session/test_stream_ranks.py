@@ -101,6 +101,49 @@ def test_the_epochs_after_a_resumed_one_have_their_own_orders(consumed: int | No
         assert answer["resumed"] == answer["expected"]
 
 
+def begins(state: dict[str, Any], rank: int | None, count: int | None) -> list[int]:
+    """So many batches of a pass; of the one that was begun before, if no rank is given."""
+    if "stream" not in state:
+        state["stream"] = hotset.cache(Numbers(N, rank=rank, ranks=2), memory="10MiB", key="numbers")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if rank is not None:
+            state["pass"] = iter(hotset.DataLoader(state["stream"], batch_size=4, shuffle=True))
+        found = values(itertools.islice(state["pass"], count))
+    if count is None:
+        del state["pass"]
+    return found
+
+
+def clears(state: dict[str, Any]) -> None:
+    state["stream"].clear()
+
+
+@pytest.mark.usefixtures("runtime", "patient")
+def test_what_a_rank_reads_in_place_of_lost_samples_is_not_recorded() -> None:
+    """It cannot read another rank's part."""
+    ranks = [Rank(number, RANK=str(number), LOCAL_WORLD_SIZE="2", WORLD_SIZE="2") for number in range(2)]
+
+    def whole() -> Counter[int]:
+        for number, rank in enumerate(ranks):
+            rank.begin(begins, number, None)
+        return Counter(itertools.chain.from_iterable(rank.answer() for rank in ranks))
+
+    for _ in range(2):
+        assert whole() == Counter(range(N))
+    one, other = ranks
+    other.do(begins, 1, 1)
+    one.do(clears)
+    one.do(begins, 0, 1)  # it records anew
+    other.do(begins, None, None)
+    one.do(begins, None, None)
+    other.do(begins, 1, None)
+    for _ in range(2):
+        assert whole() == Counter(range(N))
+    for rank in ranks:
+        rank.end()
+
+
 @pytest.mark.usefixtures("runtime")
 class TestSessions:
     def test_a_second_job_starts_with_the_recorded_stream(self) -> None:
