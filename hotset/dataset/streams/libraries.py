@@ -131,10 +131,12 @@ def _buffer_size(stage: Any) -> int:
 
 def may_reorder(stream: Any) -> bool:
     """Whether ``set_epoch`` may give the samples another order: not in Hugging Face's, if nothing there
-    shuffles.
+    shuffles. Its newer versions (5) have each epoch but the first one shuffle the shards, if there are several.
     """
     if not is_hugging_face(stream):
         return hasattr(stream, "set_epoch")
+    if getattr(stream, "num_shards", 1) > 1 and not hasattr(stream, "_shuffling"):
+        return True
     left = [getattr(stream, "_ex_iterable", None)]
     while left:
         node = left.pop()
