@@ -130,8 +130,9 @@ def _buffer_size(stage: Any) -> int:
 
 
 def may_reorder(stream: Any) -> bool:
-    """Whether ``set_epoch`` may give the samples another order: not in Hugging Face's, if nothing there
-    shuffles. Its newer versions (5) have each epoch but the first one shuffle the shards, if there are several.
+    """Whether ``set_epoch`` may give the samples another order.
+
+    Not in Hugging Face's, if nothing there shuffles; but newer versions (5) shuffle shards in each epoch.
     """
     if not is_hugging_face(stream):
         return hasattr(stream, "set_epoch")
