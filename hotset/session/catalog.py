@@ -39,8 +39,9 @@ What keeps a living cache's file from being removed:
   checks that the name still means the file that it locked;
 - a process that joins takes a shared lock first, then checks the same; if the check fails, it came too late.
 
-The last process to close drops its shared lock *before* it tries for the exclusive one. If it converted the
-one into the other, both would fail when two close at once, and the file would stay behind.
+The last process to close drops its locks, that of its place among the holders too, *before* it tries for the
+exclusive one of all bytes. If it converted the one into the other, or kept its place, both would fail when
+two close at once, and the file would stay behind.
 
 No failure here ends a training run: a cache that cannot be listed works unlisted, after one warning.
 
@@ -235,7 +236,7 @@ class _Share(locks.Description):
         if locks.file_of(fd) != file:
             return  # the program has closed all descriptors, and this number may be another file's by now
         try:
-            locks.unlock(fd, _LIFE)
+            locks.unlock(fd, _LIFE, length=0)
             with contextlib.suppress(OSError):
                 folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 try:

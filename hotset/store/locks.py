@@ -202,9 +202,9 @@ def try_lock(fd: int, byte: int, shared: bool = False, length: int = 1) -> bool:
     return True
 
 
-def unlock(fd: int, byte: int) -> None:
-    """Drop this description's lock of ``byte``; nothing happens if it has none."""
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0))
+def unlock(fd: int, byte: int, length: int = 1) -> None:
+    """Drop this description's lock of ``byte``; nothing happens if it has none. See :func:`try_lock`."""
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _pack(fcntl.F_UNLCK, os.SEEK_SET, byte, length, 0))
 
 
 def is_locked(fd: int, byte: int) -> bool:
