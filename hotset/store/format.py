@@ -118,7 +118,7 @@ __all__ = [
 ]
 
 MAGIC = b"hotset\x00\x1a"
-VERSION = 5
+VERSION = 6
 PAGE = 4096
 HEADER_BYTES = PAGE
 METADATA_CRC_AT = 256
