@@ -47,7 +47,7 @@ def page_of(geometry: Geometry) -> bytes:
     return pack_header(geometry, NONCE).ljust(fmt.HEADER_BYTES, b"\0")
 
 
-def forged(*sizes: int, magic: bytes = b"hotset\x00\x1a", version: int = 5, flags: int = 0) -> bytes:
+def forged(*sizes: int, magic: bytes = b"hotset\x00\x1a", version: int = 6, flags: int = 0) -> bytes:
     """A header of any content, with a checksum that fits: samples, stride, rows, lines, metadata."""
     fixed = HEADER.pack(magic, version, flags, *sizes, NONCE)
     return (fixed + struct.pack("<I", zlib.crc32(fixed))).ljust(fmt.HEADER_BYTES, b"\0")
@@ -76,7 +76,7 @@ def test_what_is_packed_is_unpacked(geometry: Geometry, nonce: bytes) -> None:
 def test_the_header_is_the_one_that_is_drawn() -> None:
     fixed = pack_header(GEOMETRY, NONCE)
     assert len(fixed) == FIXED <= fmt.LIVE_AT
-    assert HEADER.unpack_from(fixed) == (b"hotset\x00\x1a", 5, 0, 1000, 4096, 500, 300, 700, NONCE)
+    assert HEADER.unpack_from(fixed) == (b"hotset\x00\x1a", 6, 0, 1000, 4096, 500, 300, 700, NONCE)
 
 
 @fuzz
