@@ -123,7 +123,7 @@ _LAST_POSITIONS = {"pos": 624, "buffer_pos": 4}
 
 
 def unpack_states(packed: Any) -> Any:
-    """Unpack states of generators, and check the positions in them, which numpy would use unchecked.
+    """Unpack a generator's state, or several by name, and check what numpy would use unchecked.
 
     Raises:
         as :func:`unpack`.
@@ -136,6 +136,9 @@ def unpack_states(packed: Any) -> Any:
             check(part)
 
     state = unpack(packed)
+    for one in (state, *(state.values() if isinstance(state, dict) else ())):
+        if isinstance(one, list):  # numpy 1 looks at its first element, also of an empty one
+            raise TypeError("a generator's state must not be a list")
     check(state)
     return state
 

@@ -398,6 +398,17 @@ def test_a_worker_refuses_a_damaged_state() -> None:
         refused(lambda: list(loader))
 
 
+def test_an_empty_state_of_a_generator_is_refused() -> None:
+    """numpy 1 ends the process where it is given an empty list."""
+    with hotset.cache(Samples(number, N), transform=[draw_all], memory="1MiB") as live:
+        loader = hotset.DataLoader(live, 3)
+        next(iter(loader))
+        for name in loader.state_dict()["in_process"]:
+            state = loader.state_dict()
+            state["in_process"][name] = []
+            refused(lambda state=state: loader.load_state_dict(state))
+
+
 def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     yield path
     if isinstance(value, (dict, list)):
